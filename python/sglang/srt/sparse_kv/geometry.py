@@ -1,0 +1,79 @@
+"""Shapes that every room agrees on: the model's KV geometry and the selection's page arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """KV geometry of one rank.
+
+    num_pages counts the dummy page 0, which SGLang's allocators never hand out and which padded rows may touch.
+    max_pages is the number of logical pages that one request can own.
+    """
+
+    num_layers: int
+    kv_heads: int
+    group: int  # query heads per kv head
+    head_dim: int
+    page_size: int
+    num_pages: int
+    max_pages: int
+    max_requests: int
+    dtype: torch.dtype
+    landmark_dtype: torch.dtype
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one (page, kv head) unit: K and V of page_size tokens."""
+        return 2 * self.page_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def landmark_bytes(self) -> int:
+        """Bytes of one unit's landmark."""
+        return self.head_dim * self.landmark_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SelectionShape:
+    """How many pages a selection may hold, and which are forced.
+
+    A selection of row 0 at committed length `len` is: sink pages, up to budget_pages chosen pages, and the pages of the
+    last `window` tokens, the open page (that of position `len`) included.
+    """
+
+    page_size: int
+    budget_pages: int
+    sink_pages: int
+    window: int  # tokens, at least 1: the open page is always forced
+
+    @classmethod
+    def from_tokens(cls, page_size: int, budget: int, sinks: int, window: int) -> SelectionShape:
+        return cls(page_size, budget // page_size, -(-sinks // page_size), max(window, 1))
+
+    @property
+    def window_pages(self) -> int:
+        """Most pages that `window` tokens ending anywhere can touch."""
+        return -(-(self.window - 1) // self.page_size) + 1
+
+    @property
+    def forced_pages(self) -> int:
+        return self.sink_pages + self.window_pages
+
+    @property
+    def width(self) -> int:
+        """Pages in the largest selection."""
+        return self.budget_pages + self.forced_pages
+
+    def candidate_bounds(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logical pages [lo, hi) that compete for the budget when the query sits at position `length`.
+
+        length: int [...], committed tokens before the query's own. Every candidate is closed, because the open page and
+        the window are forced; lo == hi when there is none.
+        """
+        hi = (length + 1 - self.window).clamp(min=0) // self.page_size
+        lo = torch.full_like(hi, self.sink_pages)
+        return torch.minimum(lo, hi), hi

@@ -1,0 +1,1 @@
+"""The operations on pages and landmarks: one meaning, a torch engine and a CUDA engine."""

@@ -1,0 +1,405 @@
+"""The torch reference of every operation: the CPU engine, and the oracle that the CUDA engine is tested against.
+
+Shapes: N requests, R rows (row 0 real, row 1 guide), H kv heads, G query heads per kv head, D head_dim, P page_size,
+S slots per head, MP logical pages per request, C selection width. Page numbers are physical unless named logical; -1 is
+"none" in every index tensor and never reaches memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NONE = -1
+NEVER = -1  # stamp of a free slot: older than any step
+RESERVED = torch.iinfo(torch.int32).max  # stamp of a slot that must not be used
+
+# Columns of a counter row, one row a layer.
+COUNTERS = ("selected", "hit", "missed", "prefetched", "useful", "wasted", "evicted", "tokens_in")
+SELECTED, HIT, MISSED, PREFETCHED, USEFUL, WASTED, EVICTED, TOKENS_IN = range(len(COUNTERS))
+
+
+@dataclass
+class LayerView:
+    """One layer's tensors. Layers that share a ring buffer share its kv and tables and differ in host and landmarks."""
+
+    kv: torch.Tensor  # [H, S, 2, P, D] cached units
+    slot_of: torch.Tensor  # int32 [H, NP] slot of a page's unit, or NONE
+    page_of: torch.Tensor  # int32 [H, S] page of a slot, or NONE
+    stamp: torch.Tensor  # int32 [H, S] step of last selection, NEVER when free
+    ahead: torch.Tensor  # bool [H, S] prefetched and not selected since
+    host: torch.Tensor  # [NP, H, 2, P, D] the truth, in host memory
+    landmarks: torch.Tensor  # [NP, H, D]
+    counters: torch.Tensor  # int64 [len(COUNTERS)]
+
+
+@dataclass
+class Fetch:
+    """Units to bring from the host: rows of (page, head, slot, tokens), tokens counted from the page's start."""
+
+    units: torch.Tensor  # int32 [capacity, 4]
+    count: torch.Tensor  # int32 [1]; rows beyond it are junk
+
+
+class CapacityError(RuntimeError):
+    """A selection needs more slots than the cache has: the planner's capacity rule was broken."""
+
+
+def physical_pages(
+    req_to_token: torch.Tensor, req_indices: torch.Tensor, page_size: int, max_pages: int
+) -> torch.Tensor:
+    """Page table of a batch. int32 [N, MP]; entries past a request's last allocated page are junk."""
+    rows = req_to_token[req_indices, : max_pages * page_size : page_size]
+    return torch.div(rows, page_size, rounding_mode="floor").to(torch.int32)
+
+
+def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
+    """Physical pages of logical ones. table int32 [N, MP], logical int [N, H, C] -> int32 [N, H, C], NONE kept."""
+    n, heads, width = logical.shape
+    flat = logical.clamp(min=0).reshape(n, heads * width).long()
+    pages = table.gather(1, flat).view(n, heads, width)
+    return torch.where(logical >= 0, pages, NONE)
+
+
+# ---------------------------------------------------------------- scores and selection
+
+
+def score(
+    q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float
+) -> torch.Tensor:
+    """Log-probability of each candidate page under its landmark, the best of the query group.
+
+    q [N, R, H, G, D]; landmarks [NP, H, D]; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
+    Returns float32 [N, R, H, MP], -inf outside the bounds. The logarithm keeps far pages apart where a float32 softmax
+    would make them equal zeros.
+    """
+    n, rows, heads, group, dim = q.shape
+    width = table.shape[1]
+    span = min(width, int(hi.max())) if n else 0
+    out = q.new_full((n, rows, heads, width), float("-inf"), dtype=torch.float32)
+    if span == 0:
+        return out
+    index = torch.arange(span, device=q.device)
+    inside = (index >= lo[..., None]) & (index < hi[..., None])  # [N, R, span]
+    used = inside.any(1)  # [N, span]
+    keys = landmarks[torch.where(used, table[:, :span], 0).long()].float()  # [N, span, H, D]
+    queries = q.float().permute(0, 2, 1, 3, 4).reshape(n, heads, rows * group, dim)
+    logits = torch.matmul(queries, keys.permute(0, 2, 3, 1)) * scale  # [N, H, R*G, span]
+    logits = logits.view(n, heads, rows, group, span).permute(0, 2, 1, 3, 4)  # [N, R, H, G, span]
+    logits = logits.masked_fill(~inside[:, :, None, None, :], float("-inf"))
+    norm = torch.logsumexp(logits, dim=-1, keepdim=True)
+    best = (logits - torch.where(norm.isinf(), 0.0, norm)).amax(dim=3)
+    out[..., :span] = best
+    return out
+
+
+def top_pages(scores: torch.Tensor, budget_pages: int) -> torch.Tensor:
+    """The best pages in order of rank, ties to the lower page. scores [..., MP] -> int32 [..., budget_pages]."""
+    width = min(budget_pages, scores.shape[-1])
+    values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    chosen = torch.where(values[..., :width] > float("-inf"), order[..., :width], NONE).to(torch.int32)
+    if width < budget_pages:
+        chosen = torch.nn.functional.pad(chosen, (0, budget_pages - width), value=NONE)
+    return chosen
+
+
+def assemble(
+    chosen: torch.Tensor, length: torch.Tensor, sink_pages: int, window: int, page_size: int, width: int
+):
+    """A selection in ascending logical order: sinks, chosen pages, window, the open page last.
+
+    chosen int32 [N, H, K] logical, NONE padded; length int [N] committed tokens.
+    Returns (int32 [N, H, width] logical, NONE padded at the end; int32 [N] pages in each row).
+    """
+    n, heads, _ = chosen.shape
+    open_page = length // page_size
+    first_window = torch.div((length + 1 - window).clamp(min=0), page_size, rounding_mode="floor")
+    sinks = torch.arange(sink_pages, device=chosen.device).expand(n, -1)
+    sinks = torch.where(sinks < first_window[:, None], sinks, NONE)
+    window_pages = -(-(window - 1) // page_size) + 1
+    recent = first_window[:, None] + torch.arange(window_pages, device=chosen.device)
+    recent = torch.where(recent <= open_page[:, None], recent, NONE)
+    forced = torch.cat([sinks, recent], 1)[:, None, :].expand(n, heads, -1)
+    pages = torch.cat([forced.to(torch.int32), chosen], 2)
+    last = torch.iinfo(torch.int32).max
+    pages = torch.where(pages < 0, last, pages).sort(dim=-1).values[..., :width]
+    pages = torch.where(pages == last, NONE, pages)
+    return pages, (pages[:, 0] >= 0).sum(-1, dtype=torch.int32)
+
+
+@dataclass
+class Selection:
+    pages: (
+        torch.Tensor
+    )  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
+    num_pages: torch.Tensor  # int32 [N] pages in each row of `pages`, 0 for padded rows
+    predicted: (
+        torch.Tensor
+    )  # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1
+
+
+def select(scores, table, length, active, shape, budget_pages: int) -> Selection:
+    """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N]."""
+    best = top_pages(scores, budget_pages)  # [N, R, H, K]
+    best = torch.where(active[:, None, None, None], best, NONE)
+    logical, num_pages = assemble(
+        best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width
+    )
+    logical = torch.where(active[:, None, None], logical, NONE)
+    return Selection(lookup(table, logical), torch.where(active, num_pages, 0), best[:, -1])
+
+
+# ---------------------------------------------------------------- the page cache's tables
+
+
+def _distinct_misses(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, order_by_rank: bool):
+    """Missing units once each: (head, page, tokens), heads ascending; by page, or by rank then request."""
+    n, heads, width = pages.shape
+    tokens = torch.full_like(pages, view.kv.shape[3]) if tokens is None else tokens
+    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
+    missing = (pages >= 0) & (view.slot_of[head, pages.clamp(min=0).long()] < 0)
+    if order_by_rank:
+        missing, pages, head, tokens = (t.permute(1, 2, 0) for t in (missing, pages, head, tokens))
+    else:
+        missing, pages, head, tokens = (t.permute(1, 0, 2) for t in (missing, pages, head, tokens))
+    page, head, tokens = pages[missing].long(), head[missing], tokens[missing]
+    if page.numel() == 0:
+        return head, page, tokens
+    key = head * view.slot_of.shape[1] + page
+    unique, inverse = torch.unique(key, return_inverse=True)
+    position = torch.arange(key.numel(), device=key.device)
+    first = torch.full_like(unique, key.numel()).scatter_reduce(0, inverse, position, "amin")
+    if order_by_rank:
+        first = first.sort().values
+    return head[first], page[first], tokens[first]
+
+
+def _enter(view: LayerView, head, page, tokens, step: torch.Tensor, ahead: bool, must: bool) -> Fetch:
+    """Gives each unit (heads ascending) a victim: the oldest slots with stamp < step, ties to the lower slot."""
+    heads, slots = view.stamp.shape
+    wanted = torch.bincount(head, minlength=heads)  # [H]
+    usable = (view.stamp < step).sum(1)
+    if must and bool((wanted > usable).any()):
+        worst = int((wanted - usable).argmax())
+        raise CapacityError(
+            f"kv head {worst} needs {int(wanted[worst])} slots and only {int(usable[worst])} of {slots} may be evicted; "
+            "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
+        )
+    start = torch.cumsum(wanted, 0) - wanted
+    rank = torch.arange(head.numel(), device=head.device) - start[head]
+    kept = rank < usable[head]
+    head, page, tokens, rank = head[kept], page[kept], tokens[kept], rank[kept]
+    slot = view.stamp.argsort(dim=1, stable=True)[head, rank]
+    old = view.page_of[head, slot].long()
+    evicted = old >= 0
+    view.slot_of[head[evicted], old[evicted]] = NONE  # cleared before the new unit is entered
+    view.counters[EVICTED] += evicted.sum()
+    view.counters[WASTED] += (view.ahead[head, slot] & evicted).sum()
+    view.slot_of[head, page] = slot.to(torch.int32)
+    view.page_of[head, slot] = page.to(torch.int32)
+    view.stamp[head, slot] = step
+    view.ahead[head, slot] = ahead
+    view.counters[PREFETCHED if ahead else MISSED] += head.numel()
+    view.counters[TOKENS_IN] += tokens.sum()
+    units = torch.stack([page, head, slot, tokens.long()], 1).to(torch.int32)
+    return Fetch(units, torch.tensor([units.shape[0]], dtype=torch.int32, device=units.device))
+
+
+def resolve(
+    view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, count: bool = True
+):
+    """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
+
+    pages int32 [N, H, C], NONE for padding and padded rows; tokens int32 [N, H, C] committed tokens of each page, None
+    when all are full; step int32 [1].
+    A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it attends.
+    Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
+    """
+    heads = pages.shape[1]
+    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
+    valid = pages >= 0
+    index = pages.clamp(min=0).long()
+    slots = torch.where(valid, view.slot_of[head, index], NONE)
+    hit = slots >= 0
+    hit_head, hit_slot = head[hit], slots[hit].long()
+    used_ahead = torch.zeros_like(view.ahead)
+    used_ahead[hit_head, hit_slot] = True
+    view.counters[USEFUL] += (used_ahead & view.ahead).sum()
+    view.ahead &= ~used_ahead
+    view.stamp[hit_head, hit_slot] = step
+    if count:
+        view.counters[SELECTED] += valid.sum()
+        view.counters[HIT] += hit.sum()
+    missing = _distinct_misses(view, pages, tokens, order_by_rank=False)
+    fetch = _enter(view, *missing, step=step, ahead=False, must=True)
+    return torch.where(valid, view.slot_of[head, index], NONE), fetch
+
+
+def plan_prefetch(
+    view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, cap: int
+) -> Fetch:
+    """Enters predicted units that are not resident, best rank first, as far as slots with stamp < step reach.
+
+    pages int32 [N, H, K] in order of rank, NONE padded; cap: units fetched at most per request and head.
+    Resident units are stamped, so that what is predicted stays.
+    """
+    heads = pages.shape[1]
+    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
+    slots = torch.where(pages >= 0, view.slot_of[head, pages.clamp(min=0).long()], NONE)
+    resident = slots >= 0
+    kept_head, kept_slot = head[resident], slots[resident].long()
+    view.stamp[kept_head, kept_slot] = torch.maximum(view.stamp[kept_head, kept_slot], step)
+    missing = (pages >= 0) & ~resident
+    within_cap = missing.cumsum(-1) <= cap
+    pages = torch.where(missing & within_cap, pages, NONE)
+    return _enter(
+        view, *_distinct_misses(view, pages, tokens, order_by_rank=True), step=step, ahead=True, must=False
+    )
+
+
+def invalidate(view: LayerView, pages: torch.Tensor) -> None:
+    """Clears the entries of pages, in every head. pages int [M], NONE skipped, repeats allowed."""
+    pages = pages[pages >= 0].long().unique()
+    slots = view.slot_of[:, pages].long()  # [H, M]
+    head = torch.arange(slots.shape[0], device=slots.device)[:, None].expand_as(slots)[slots >= 0]
+    slot = slots[slots >= 0]
+    view.counters[WASTED] += view.ahead[head, slot].sum()
+    view.slot_of[:, pages] = NONE
+    view.page_of[head, slot] = NONE
+    view.stamp[head, slot] = NEVER
+    view.ahead[head, slot] = False
+
+
+def clear(view: LayerView) -> None:
+    """Empties the cache; reserved slots stay reserved."""
+    view.counters[WASTED] += view.ahead.sum()
+    view.slot_of.fill_(NONE)
+    view.page_of.fill_(NONE)
+    view.stamp[view.stamp != RESERVED] = NEVER
+    view.ahead.fill_(False)
+
+
+# ---------------------------------------------------------------- data
+
+
+def gather(view: LayerView, fetch: Fetch) -> None:
+    """Copies units from the host into their slots; of each page only the tokens that the fetch names."""
+    units = fetch.units[: int(fetch.count)].long()
+    page_size = view.kv.shape[3]
+    full = units[units[:, 3] == page_size]
+    view.kv[full[:, 1], full[:, 2]] = view.host[full[:, 0], full[:, 1]].to(view.kv.device)
+    for page, head, slot, tokens in units[units[:, 3] < page_size].tolist():
+        view.kv[head, slot, :, :tokens] = view.host[page, head, :, :tokens].to(view.kv.device)
+
+
+def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
+    """Writes row 0's K/V into its cache slot and through to the host; makes the landmark of a page that closes.
+
+    k, v [N, H, D]; page, offset int [N] of the token; slots int [N, H] of the open units; active bool [N].
+    """
+    heads, page_size = view.kv.shape[0], view.kv.shape[3]
+    row = active.nonzero()[:, 0]
+    head = torch.arange(heads, device=k.device)[None, :]
+    slot, off, pg = slots[row].long(), offset[row].long()[:, None], page[row].long()[:, None]
+    view.kv[head, slot, 0, off] = k[row]
+    view.kv[head, slot, 1, off] = v[row]
+    if through:
+        view.host[pg, head, 0, off] = k[row].to(view.host.device)
+        view.host[pg, head, 1, off] = v[row].to(view.host.device)
+    closing = off[:, 0] == page_size - 1
+    if bool(closing.any()):
+        keys = view.kv[head, slot[closing], 0]  # [M, H, P, D]
+        view.landmarks[pg[closing, 0]] = keys.float().mean(2).to(view.landmarks.dtype)
+
+
+def append(
+    view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True
+) -> torch.Tensor:
+    """Makes the open pages resident, then writes row 0's token. Returns the open units' slots, int32 [N, H].
+
+    A page that begins (offset 0) needs no fetch, and whatever its entry still holds from an earlier owner is dead.
+    fetch_now: callable(view, Fetch) that returns once the units have landed, so that a fetch cannot overtake the write.
+    """
+    heads = view.kv.shape[0]
+    pages = torch.where(active, page, NONE)[:, None, None].expand(-1, heads, 1).to(torch.int32)
+    tokens = offset[:, None, None].expand_as(pages).to(torch.int32)
+    slots, fetch = resolve(view, pages, tokens, step, count=False)
+    fetch_now(view, fetch)
+    write_token(view, k, v, page, slots[..., 0], offset, active, through)
+    return slots[..., 0]
+
+
+def store_chunk(
+    view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True
+) -> None:
+    """Writes a prefill chunk's K/V to the host and makes the landmarks of the pages that it closes.
+
+    k, v [T, H, D]; loc int [T] host slots, consecutive within a page.
+    """
+    page_size = view.host.shape[3]
+    page, offset = loc.long() // page_size, loc.long() % page_size
+    if through:
+        view.host[page, :, 0, offset] = k.to(view.host.device)
+        view.host[page, :, 1, offset] = v.to(view.host.device)
+    closed = page[offset == page_size - 1]
+    if closed.numel():
+        keys = view.host[closed, :, 0].to(view.landmarks.device)
+        view.landmarks[closed] = keys.float().mean(2).to(view.landmarks.dtype)
+
+
+def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
+    """Enters pages of a prefill chunk into slots with stamp < step, the last pages first, as far as slots reach.
+
+    pages int [M] not resident, tokens int [M] of each. Returns what to copy (from the host, which holds the chunk).
+    """
+    heads = view.stamp.shape[0]
+    pages, tokens = pages.flip(0), tokens.flip(0)
+    head = torch.arange(heads, device=pages.device).repeat_interleave(pages.numel())
+    before = view.counters.clone()
+    fetch = _enter(
+        view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False
+    )
+    view.counters[MISSED], view.counters[TOKENS_IN] = (
+        before[MISSED],
+        before[TOKENS_IN],
+    )  # copied on the device
+    return fetch
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
+    """Attention of both rows over the selected pages; row 1 also sees its own token, which is stored nowhere.
+
+    q [N, R, H, G, D]; k_row1, v_row1 [N, H, D] or None when R == 1; slots int32 [N, H, C] ascending logical order;
+    num_pages int [N]; last_tokens int [N] tokens in the last page, row 0's included. Returns [N, R, H, G, D].
+    One request at a time, so that neighbours change no bit.
+    """
+    n, rows, heads, group, dim = q.shape
+    page_size, capacity = view.kv.shape[3], view.kv.shape[1]
+    halves = view.kv.view(heads * capacity * 2, page_size * dim)
+    base = torch.arange(heads, device=q.device)[:, None] * capacity
+    out = torch.empty_like(q)
+    for i, (pages, last) in enumerate(zip(num_pages.tolist(), last_tokens.tolist())):
+        if pages == 0:
+            out[i] = 0
+            continue
+        index = (base + slots[i, :, :pages]).long().reshape(-1) * 2
+        length = (pages - 1) * page_size + last
+        keys = halves[index].view(heads, pages * page_size, dim)[:, :length]
+        values = halves[index + 1].view(heads, pages * page_size, dim)[:, :length]
+        queries = q[i].permute(1, 0, 2, 3).reshape(heads, rows * group, dim)
+        logits = torch.bmm(queries, keys.transpose(1, 2)).float() * scale  # [H, R*G, length]
+        if rows == 2:
+            own = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
+            extra = torch.cat(
+                [torch.full_like(own, float("-inf")), own], 1
+            )  # row 0 does not see row 1's token
+            weights = torch.softmax(torch.cat([logits, extra[..., None]], 2), -1).to(q.dtype)
+            mixed = torch.bmm(weights[..., :-1], values) + weights[..., -1:] * v_row1[i][:, None, :]
+        else:
+            mixed = torch.bmm(torch.softmax(logits, -1).to(q.dtype), values)
+        out[i] = mixed.view(heads, rows, group, dim).permute(1, 0, 2, 3)
+    return out
