@@ -1,0 +1,5 @@
+"""SGLang's platform for machines without a GPU."""
+
+
+def activate():
+    return None

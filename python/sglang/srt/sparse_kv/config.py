@@ -1,0 +1,293 @@
+"""What a user may say about sparse KV, validated once.
+
+The configuration crosses process borders as a plain dict (``SparseKVConfig.to_dict``), because child
+processes unpickle SGLang's arguments before any plugin code can be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MODE = "dualdecoder"
+PAGE_SIZES = (8, 16, 32)
+DEFAULT_PAGE_SIZE = 16
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
+_SIZE_HELP = 'write a size such as "96GB", "64GiB" or "50%"'
+_GUIDES = ("chain", "none")
+_LANDMARK_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def parse_size(value: int | str, total: int | None = None, name: str = "size") -> int:
+    """Turn a size into bytes.
+
+    Args:
+        value: bytes as an int, or text: a number with an optional unit (KB, MB, GB, TB are powers of 1000;
+            KiB, MiB, GiB, TiB powers of 1024), or a percentage of ``total``.
+        total: bytes that a percentage refers to; without it a percentage is an error.
+        name: how an error names the value.
+
+    Returns:
+        A positive number of bytes, rounded down.
+
+    Raises:
+        ValueError: not a size, not positive, or a percentage above 100 or without a total.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{name} is {value!r}, which is not a size; {_SIZE_HELP}.")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        unit = match.group(2).lower() if match else None
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise ValueError(f"{name} is {value!r}, which is not a size; {_SIZE_HELP}.")
+        number = float(match.group(1))
+        if unit == "%":
+            if number > 100:
+                raise ValueError(f"{name} is {value!r}, more than there is; give at most 100%.")
+            if total is None:
+                raise ValueError(
+                    f"{name} is {value!r}, but nothing is known to take a share of; {_SIZE_HELP}."
+                )
+            size = int(total * number / 100)
+        else:
+            # Integers stay exact: a float cannot hold every byte count.
+            exact = int(match.group(1)) if match.group(1).isdigit() else number
+            size = int(exact * _UNITS[unit])
+    if size <= 0:
+        raise ValueError(f"{name} is {value!r}, which leaves no memory; {_SIZE_HELP}.")
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseKVConfig:
+    """Everything the user decides. Build it with ``from_dict``, which validates.
+
+    Attributes:
+        budget: tokens attended per request, layer and kv head, beside sinks and window.
+        host_memory: "auto", or the host KV of all ranks together, as ``parse_size`` reads it.
+        guide: "chain" (row 1 continues its own guesses) or "none" (one row per request, no prediction).
+        residency: layers whose cache is their own: "all", "none", a fraction of the layers in 0..1, or layer ids.
+        sinks: tokens at the start of a context that are always attended.
+        window: most recent tokens that are always attended.
+        prefetch: fetch predicted pages ahead of their layer.
+        lookahead: how many layers ahead a fetch starts.
+        prefetch_cap: pages fetched ahead per request, layer, kv head and step, as a fraction of the budget's pages.
+        cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
+        ring: layer-sized buffers that the non-resident layers share, 2..4.
+        landmark_dtype: "auto" or the dtype that page summaries are kept in.
+        coupled_sampling: at temperature > 0, both rows draw with one noise per (request, position, token).
+        seed: start of the noise streams.
+        debug: run-time policy switches and invariant checks.
+    """
+
+    budget: int = 2048
+    host_memory: int | str = "auto"
+    guide: str = "chain"
+    residency: str | float | tuple[int, ...] = "all"
+    sinks: int = 16
+    window: int = 64
+    prefetch: bool = True
+    lookahead: int = 2
+    prefetch_cap: float = 1.0
+    cache_memory: int | str = "auto"
+    ring: int = 3
+    landmark_dtype: str = "auto"
+    coupled_sampling: bool = True
+    seed: int = 0
+    debug: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows that one request occupies in a decode step."""
+        return 1 if self.guide == "none" else 2
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SparseKVConfig:
+        """Build a configuration from builtins.
+
+        Raises:
+            ValueError: unknown key, wrong type or value out of range; the text is one sentence.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(names)}."
+                raise ValueError(f"{key!r} is no sparse KV setting; {hint}")
+        values = dict(values)
+        if isinstance(values.get("residency"), (list, tuple)):
+            values["residency"] = tuple(values["residency"])
+        config = cls(**values)
+        config._validate()
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as builtins that JSON and pickle carry; ``from_dict`` reads it back."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.residency, tuple):
+            values["residency"] = list(self.residency)
+        return values
+
+    def check_page_size(self, page_size: int) -> None:
+        """Raise ValueError unless ``page_size`` (tokens) is supported and the budget holds one page."""
+        if page_size not in PAGE_SIZES:
+            allowed = ", ".join(map(str, PAGE_SIZES))
+            raise ValueError(
+                f"--page-size is {page_size}, but sparse KV supports {allowed}; choose one of them."
+            )
+        if self.budget < page_size:
+            raise ValueError(
+                f"--sparse-kv-budget is {self.budget} tokens, less than one page of {page_size}; "
+                f"raise the budget to at least {page_size} or lower --page-size."
+            )
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Raise ValueError if ``residency`` names a layer outside ``range(num_layers)``."""
+        if isinstance(self.residency, tuple):
+            for layer in self.residency:
+                if layer >= num_layers:
+                    raise ValueError(
+                        f"residency names layer {layer}, but the model has {num_layers} layers; "
+                        f"use ids from 0 to {num_layers - 1}."
+                    )
+
+    def _validate(self) -> None:
+        _check_int("budget", self.budget, low=1)
+        _check_int("sinks", self.sinks, low=0)
+        _check_int("window", self.window, low=0)
+        _check_int("lookahead", self.lookahead, low=1)
+        _check_int("ring", self.ring, low=2, high=4)
+        _check_int("seed", self.seed, low=0, high=2**63 - 1)
+        _check_number("prefetch_cap", self.prefetch_cap, low=0)
+        _check_choice("guide", self.guide, _GUIDES)
+        _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
+        for name in ("prefetch", "coupled_sampling", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give true or false.")
+        for name in ("host_memory", "cache_memory"):
+            size = getattr(self, name)
+            if size != "auto":
+                # What a percentage refers to is known only to the planner; any total shows whether it reads.
+                parse_size(size, total=2**50, name=name)
+        self._validate_residency()
+
+    def _validate_residency(self) -> None:
+        residency = self.residency
+        if isinstance(residency, str):
+            _check_choice(
+                "residency",
+                residency,
+                ("all", "none"),
+                more=", a fraction from 0 to 1 or a list of layer ids",
+            )
+        elif isinstance(residency, tuple):
+            for layer in residency:
+                _check_int("residency", layer, low=0)
+            if len(set(residency)) != len(residency):
+                raise ValueError(f"residency names a layer twice in {list(residency)}; name each layer once.")
+        else:
+            _check_number("residency", residency, low=0, high=1)
+
+
+def config_from_arguments(
+    mode: str | None,
+    budget: int | None = None,
+    host_memory: int | str | None = None,
+    more: str | Mapping[str, Any] | None = None,
+) -> SparseKVConfig | None:
+    """Combine the four ``--sparse-kv*`` arguments; None when sparse KV is off.
+
+    Args:
+        mode: value of ``--sparse-kv``; None leaves it off.
+        budget: value of ``--sparse-kv-budget``, tokens.
+        host_memory: value of ``--sparse-kv-host-memory``.
+        more: value of ``--sparse-kv-config``, JSON text or an already parsed mapping.
+
+    Raises:
+        ValueError: a bad value, a value given twice, or a value given while sparse KV is off.
+    """
+    flags = {"budget": budget, "host_memory": host_memory}
+    given = {key: value for key, value in flags.items() if value is not None}
+    if mode is None:
+        if given or more is not None:
+            name = "config" if not given else next(iter(given)).replace("_", "-")
+            raise ValueError(f"--sparse-kv-{name} has no effect alone; add --sparse-kv {MODE} or drop it.")
+        return None
+    if mode != MODE:
+        raise ValueError(f"--sparse-kv is {mode!r}, which is no known mode; use {MODE!r}.")
+    values = _read_config(more)
+    for key, value in given.items():
+        if key in values:
+            flag = f"--sparse-kv-{key.replace('_', '-')}"
+            raise ValueError(f"{key} is given both by {flag} and in --sparse-kv-config; keep one of them.")
+        values[key] = value
+    return SparseKVConfig.from_dict(values)
+
+
+def _read_config(more: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if more is None:
+        return {}
+    if isinstance(more, str):
+        try:
+            more = json.loads(more, object_pairs_hook=_unique_keys)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"--sparse-kv-config is no valid JSON ({error.msg} at character {error.pos}); "
+                'give an object such as {"guide": "none"}.'
+            ) from None
+    if not isinstance(more, Mapping):
+        raise ValueError(f'--sparse-kv-config is {more!r}; give a JSON object such as {{"guide": "none"}}.')
+    return dict(more)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"--sparse-kv-config gives {key!r} twice; keep one of them.")
+        values[key] = value
+    return values
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}; give a whole number.")
+    _check_range(name, value, low, high)
+
+
+def _check_number(name: str, value: Any, low: float, high: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; give a number.")
+    _check_range(name, value, low, high)
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} is {value}, out of range; give a value {allowed}.")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...], more: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {value!r}; use {allowed}{more}.")
