@@ -65,9 +65,7 @@ def parse_size(value: int | str, total: int | None = None, name: str = "size") -
             if number > 100:
                 raise ValueError(f"{name} is {value!r}, more than there is; give at most 100%.")
             if total is None:
-                raise ValueError(
-                    f"{name} is {value!r}, but nothing is known to take a share of; {_SIZE_HELP}."
-                )
+                raise ValueError(f"{name} is {value!r}, but nothing is known to take a share of; {_SIZE_HELP}.")
             size = int(total * number / 100)
         else:
             # Integers stay exact: a float cannot hold every byte count.
@@ -86,12 +84,12 @@ class SparseKVConfig:
         budget: tokens attended per request, layer and kv head, beside sinks and window.
         host_memory: "auto", or the host KV of all ranks together, as ``parse_size`` reads it.
         guide: "chain" (row 1 continues its own guesses) or "none" (one row per request, no prediction).
-        residency: layers whose cache is their own: "all", "none", a fraction of the layers in 0..1, or layer ids.
+        residency: layers whose cache is their own: "all", "none", a fraction of the layers, or layer ids.
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
         prefetch: fetch predicted pages ahead of their layer.
         lookahead: how many layers ahead a fetch starts.
-        prefetch_cap: pages fetched ahead per request, layer, kv head and step, as a fraction of the budget's pages.
+        prefetch_cap: most pages fetched ahead per request, layer, kv head and step, in budgets.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
         ring: layer-sized buffers that the non-resident layers share, 2..4.
         landmark_dtype: "auto" or the dtype that page summaries are kept in.
@@ -152,9 +150,7 @@ class SparseKVConfig:
         """Raise ValueError unless ``page_size`` (tokens) is supported and the budget holds one page."""
         if page_size not in PAGE_SIZES:
             allowed = ", ".join(map(str, PAGE_SIZES))
-            raise ValueError(
-                f"--page-size is {page_size}, but sparse KV supports {allowed}; choose one of them."
-            )
+            raise ValueError(f"--page-size is {page_size}, but sparse KV supports {allowed}; choose one of them.")
         if self.budget < page_size:
             raise ValueError(
                 f"--sparse-kv-budget is {self.budget} tokens, less than one page of {page_size}; "
