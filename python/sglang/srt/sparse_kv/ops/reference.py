@@ -65,9 +65,7 @@ def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- scores and selection
 
 
-def score(
-    q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float
-) -> torch.Tensor:
+def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float) -> torch.Tensor:
     """Log-probability of each candidate page under its landmark, the best of the query group.
 
     q [N, R, H, G, D]; landmarks [NP, H, D]; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
@@ -104,9 +102,7 @@ def top_pages(scores: torch.Tensor, budget_pages: int) -> torch.Tensor:
     return chosen
 
 
-def assemble(
-    chosen: torch.Tensor, length: torch.Tensor, sink_pages: int, window: int, page_size: int, width: int
-):
+def assemble(chosen: torch.Tensor, length: torch.Tensor, sink_pages: int, window: int, page_size: int, width: int):
     """A selection in ascending logical order: sinks, chosen pages, window, the open page last.
 
     chosen int32 [N, H, K] logical, NONE padded; length int [N] committed tokens.
@@ -130,22 +126,16 @@ def assemble(
 
 @dataclass
 class Selection:
-    pages: (
-        torch.Tensor
-    )  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
+    pages: torch.Tensor  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
     num_pages: torch.Tensor  # int32 [N] pages in each row of `pages`, 0 for padded rows
-    predicted: (
-        torch.Tensor
-    )  # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1
+    predicted: torch.Tensor  # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1
 
 
 def select(scores, table, length, active, shape, budget_pages: int) -> Selection:
     """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N]."""
     best = top_pages(scores, budget_pages)  # [N, R, H, K]
     best = torch.where(active[:, None, None, None], best, NONE)
-    logical, num_pages = assemble(
-        best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width
-    )
+    logical, num_pages = assemble(best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width)
     logical = torch.where(active[:, None, None], logical, NONE)
     return Selection(lookup(table, logical), torch.where(active, num_pages, 0), best[:, -1])
 
@@ -183,7 +173,7 @@ def _enter(view: LayerView, head, page, tokens, step: torch.Tensor, ahead: bool,
     if must and bool((wanted > usable).any()):
         worst = int((wanted - usable).argmax())
         raise CapacityError(
-            f"kv head {worst} needs {int(wanted[worst])} slots and only {int(usable[worst])} of {slots} may be evicted; "
+            f"kv head {worst} needs {int(wanted[worst])} slots and {int(usable[worst])} of {slots} may be evicted; "
             "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
         )
     start = torch.cumsum(wanted, 0) - wanted
@@ -200,21 +190,20 @@ def _enter(view: LayerView, head, page, tokens, step: torch.Tensor, ahead: bool,
     view.page_of[head, slot] = page.to(torch.int32)
     view.stamp[head, slot] = step
     view.ahead[head, slot] = ahead
-    view.counters[PREFETCHED if ahead else MISSED] += head.numel()
+    # A page that only begins has nothing to fetch and is no miss.
+    view.counters[PREFETCHED if ahead else MISSED] += (tokens > 0).sum()
     view.counters[TOKENS_IN] += tokens.sum()
     units = torch.stack([page, head, slot, tokens.long()], 1).to(torch.int32)
     return Fetch(units, torch.tensor([units.shape[0]], dtype=torch.int32, device=units.device))
 
 
-def resolve(
-    view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, count: bool = True
-):
+def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, count: bool = True):
     """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
 
     pages int32 [N, H, C], NONE for padding and padded rows; tokens int32 [N, H, C] committed tokens of each page, None
     when all are full; step int32 [1].
-    A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it attends.
-    Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
+    A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it
+    attends. Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
     heads = pages.shape[1]
     head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
@@ -253,9 +242,7 @@ def plan_prefetch(
     missing = (pages >= 0) & ~resident
     within_cap = missing.cumsum(-1) <= cap
     pages = torch.where(missing & within_cap, pages, NONE)
-    return _enter(
-        view, *_distinct_misses(view, pages, tokens, order_by_rank=True), step=step, ahead=True, must=False
-    )
+    return _enter(view, *_distinct_misses(view, pages, tokens, order_by_rank=True), step=step, ahead=True, must=False)
 
 
 def invalidate(view: LayerView, pages: torch.Tensor) -> None:
@@ -313,9 +300,7 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
         view.landmarks[pg[closing, 0]] = keys.float().mean(2).to(view.landmarks.dtype)
 
 
-def append(
-    view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True
-) -> torch.Tensor:
+def append(view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True) -> torch.Tensor:
     """Makes the open pages resident, then writes row 0's token. Returns the open units' slots, int32 [N, H].
 
     A page that begins (offset 0) needs no fetch, and whatever its entry still holds from an earlier owner is dead.
@@ -330,9 +315,7 @@ def append(
     return slots[..., 0]
 
 
-def store_chunk(
-    view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True
-) -> None:
+def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True) -> None:
     """Writes a prefill chunk's K/V to the host and makes the landmarks of the pages that it closes.
 
     k, v [T, H, D]; loc int [T] host slots, consecutive within a page.
@@ -357,49 +340,9 @@ def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: to
     pages, tokens = pages.flip(0), tokens.flip(0)
     head = torch.arange(heads, device=pages.device).repeat_interleave(pages.numel())
     before = view.counters.clone()
-    fetch = _enter(
-        view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False
-    )
+    fetch = _enter(view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False)
     view.counters[MISSED], view.counters[TOKENS_IN] = (
         before[MISSED],
         before[TOKENS_IN],
     )  # copied on the device
     return fetch
-
-
-# ---------------------------------------------------------------- attention
-
-
-def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
-    """Attention of both rows over the selected pages; row 1 also sees its own token, which is stored nowhere.
-
-    q [N, R, H, G, D]; k_row1, v_row1 [N, H, D] or None when R == 1; slots int32 [N, H, C] ascending logical order;
-    num_pages int [N]; last_tokens int [N] tokens in the last page, row 0's included. Returns [N, R, H, G, D].
-    One request at a time, so that neighbours change no bit.
-    """
-    n, rows, heads, group, dim = q.shape
-    page_size, capacity = view.kv.shape[3], view.kv.shape[1]
-    halves = view.kv.view(heads * capacity * 2, page_size * dim)
-    base = torch.arange(heads, device=q.device)[:, None] * capacity
-    out = torch.empty_like(q)
-    for i, (pages, last) in enumerate(zip(num_pages.tolist(), last_tokens.tolist())):
-        if pages == 0:
-            out[i] = 0
-            continue
-        index = (base + slots[i, :, :pages]).long().reshape(-1) * 2
-        length = (pages - 1) * page_size + last
-        keys = halves[index].view(heads, pages * page_size, dim)[:, :length]
-        values = halves[index + 1].view(heads, pages * page_size, dim)[:, :length]
-        queries = q[i].permute(1, 0, 2, 3).reshape(heads, rows * group, dim)
-        logits = torch.bmm(queries, keys.transpose(1, 2)).float() * scale  # [H, R*G, length]
-        if rows == 2:
-            own = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
-            extra = torch.cat(
-                [torch.full_like(own, float("-inf")), own], 1
-            )  # row 0 does not see row 1's token
-            weights = torch.softmax(torch.cat([logits, extra[..., None]], 2), -1).to(q.dtype)
-            mixed = torch.bmm(weights[..., :-1], values) + weights[..., -1:] * v_row1[i][:, None, :]
-        else:
-            mixed = torch.bmm(torch.softmax(logits, -1).to(q.dtype), values)
-        out[i] = mixed.view(heads, rows, group, dim).permute(1, 0, 2, 3)
-    return out

@@ -1,0 +1,98 @@
+"""SGLang's attention backend over the page cache: decode with two rows a request, streamed prefill."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.sparse_kv.decode import decode_layer
+from sglang.srt.sparse_kv.host_pool import HostPool
+from sglang.srt.sparse_kv.prefill import Prefill
+from sglang.srt.sparse_kv.step import DecodeStep
+
+
+class SparseKVAttnBackend(AttentionBackend):
+    """TARGET_VERIFY forwards are decode steps (rows 0 and 1 of each request interleaved), EXTEND forwards are
+    prefill.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner):
+        super().__init__()
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, HostPool):
+            raise RuntimeError(
+                f"--attention-backend dualdecoder needs the sparse KV host pool and found {type(pool).__name__}; "
+                "start with --sparse-kv dualdecoder"
+            )
+        self.token_to_kv_pool = self.pool = pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.allocator = model_runner.token_to_kv_pool_allocator
+        self.runtime = pool.runtime
+        self.prefill = Prefill(self.runtime)
+        self.step: DecodeStep | None = None
+
+    # ------------------------------------------------------------ once a forward
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        if self.runtime.policy.poison:
+            self._poison_freed()
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            self.step = DecodeStep.build(
+                self.runtime.geometry,
+                self.runtime.shape,
+                self.runtime.rows,
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+            )
+            self.runtime.schedule.begin_step(self.step)
+        elif mode.is_extend():
+            self.prefill.begin(
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                list(forward_batch.extend_prefix_lens_cpu),
+                list(forward_batch.extend_seq_lens_cpu),
+                forward_batch.out_cache_loc,
+            )
+        elif not mode.is_idle():
+            raise RuntimeError(f"forward mode {mode.name} is not part of sparse KV serving")
+
+    def _poison_freed(self) -> None:
+        allocator = self.allocator
+        free = [allocator.free_pages]
+        if getattr(allocator, "release_pages", None) is not None:
+            free.append(allocator.release_pages)
+        self.runtime.poison_freed(torch.cat(free))
+
+    # ------------------------------------------------------------ once a layer
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        """q [T, Hq*D], k, v [T, H*D]; T = rows of decode requests, or a prefill batch's tokens. Returns [T, Hq*D]."""
+        geometry = self.runtime.geometry
+        tokens = q.shape[0]
+        k = k.view(tokens, geometry.kv_heads, geometry.head_dim)
+        v = v.view(tokens, geometry.kv_heads, geometry.head_dim)
+        if forward_batch.forward_mode.is_target_verify():
+            out = decode_layer(self.runtime, self.step, layer.layer_id, q, k, v, layer.scaling)
+        else:
+            q = q.view(tokens, geometry.kv_heads * geometry.group, geometry.head_dim)
+            out = self.prefill.forward(layer.layer_id, q, k, v, forward_batch.out_cache_loc, layer.scaling)
+        return out.reshape(tokens, -1)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        raise RuntimeError(
+            "plain decode reached the sparse KV backend: the DUALDECODER worker is not driving this model"
+        )
+
+    # ------------------------------------------------------------ CUDA graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        pass
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return self.runtime.landmarks.device.type == "cuda"

@@ -1,0 +1,47 @@
+"""One decode step of one layer: the order of events that every engine and every policy keeps."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+from sglang.srt.sparse_kv.step import DecodeStep
+
+
+def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, scale: float) -> torch.Tensor:
+    """Both rows of every request through one layer's sparse attention.
+
+    q [N*R, Hq, D] or [N*R, Hq*D], k, v [N*R, H, D], rows of a request adjacent. Returns [N*R, H*G, D]. Row 0's K/V is
+    stored; row 1's is used here and stored nowhere.
+    """
+    geometry, shape, ops, schedule = runtime.geometry, runtime.shape, runtime.ops, runtime.schedule
+    rows, policy = runtime.rows, runtime.policy
+    view = runtime.cache.views[layer]
+    q = q.view(-1, rows, geometry.kv_heads, geometry.group, geometry.head_dim)
+    k = k.view(-1, rows, geometry.kv_heads, geometry.head_dim)
+    v = v.view(-1, rows, geometry.kv_heads, geometry.head_dim)
+
+    schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
+    ops.append(
+        view,
+        k[:, 0],
+        v[:, 0],
+        step.open_page,
+        step.offset,
+        step.active,
+        runtime.clock,
+        lambda target, fetch: schedule.fetch_now(layer, target, fetch),
+        through=not policy.skip_write_through,
+    )
+    scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale)
+    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages)
+    slots, fetch = ops.resolve(view, selection.pages, None, runtime.clock)
+    schedule.fetch_now(layer, view, fetch)
+    schedule.after_selection(layer, step, selection.predicted)
+    row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
+    out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale)
+    if policy.check:
+        runtime.check_selected(layer, view, step, selection.pages, slots)
+    schedule.after_attention(layer, step)
+    if layer == geometry.num_layers - 1:
+        schedule.end_step()
+    return out.view(-1, geometry.kv_heads * geometry.group, geometry.head_dim)

@@ -1,0 +1,44 @@
+"""Chooses the engine of page operations for a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+# What an engine must provide; both engines are checked against this list by a test.
+OPERATIONS = (
+    "lookup",
+    "score",
+    "select",
+    "resolve",
+    "plan_prefetch",
+    "append",
+    "gather",
+    "store_chunk",
+    "install",
+    "invalidate",
+    "clear",
+    "attend",
+    "attend_block",
+    "merge",
+)
+
+
+def engine_for(device: torch.device) -> SimpleNamespace:
+    """The operations for tensors on `device`: torch on the CPU, our kernels on CUDA. Raises ImportError without
+    them.
+    """
+    if device.type == "cuda":
+        from sglang.srt.sparse_kv.ops import cuda
+
+        modules = [cuda]
+    else:
+        from sglang.srt.sparse_kv.ops import reference, reference_attention
+
+        modules = [reference, reference_attention]
+    found = {name: getattr(module, name) for name in OPERATIONS for module in modules if hasattr(module, name)}
+    missing = [name for name in OPERATIONS if name not in found]
+    if missing:
+        raise ImportError(f"the {device.type} engine lacks the operations {', '.join(missing)}")
+    return SimpleNamespace(name=device.type, **found)

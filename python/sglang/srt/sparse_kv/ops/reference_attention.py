@@ -1,0 +1,66 @@
+"""The torch reference of attention: decode over selected pages, prefill over a chunk and its prefix."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.sparse_kv.ops.reference import LayerView
+
+
+def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
+    """Attention of both rows over the selected pages; row 1 also sees its own token, which is stored nowhere.
+
+    q [N, R, H, G, D]; k_row1, v_row1 [N, H, D] or None when R == 1; slots int32 [N, H, C] ascending logical order;
+    num_pages int [N]; last_tokens int [N] tokens in the last page, row 0's included. Returns [N, R, H, G, D].
+    One request at a time, so that neighbours change no bit.
+    """
+    n, rows, heads, group, dim = q.shape
+    page_size, capacity = view.kv.shape[3], view.kv.shape[1]
+    halves = view.kv.view(heads * capacity * 2, page_size * dim)
+    base = torch.arange(heads, device=q.device)[:, None] * capacity
+    out = torch.empty_like(q)
+    for i, (pages, last) in enumerate(zip(num_pages.tolist(), last_tokens.tolist())):
+        if pages == 0:
+            out[i] = 0
+            continue
+        index = (base + slots[i, :, :pages]).long().reshape(-1) * 2
+        length = (pages - 1) * page_size + last
+        keys = halves[index].view(heads, pages * page_size, dim)[:, :length]
+        values = halves[index + 1].view(heads, pages * page_size, dim)[:, :length]
+        queries = q[i].permute(1, 0, 2, 3).reshape(heads, rows * group, dim)
+        logits = torch.bmm(queries, keys.transpose(1, 2)).float() * scale  # [H, R*G, length]
+        if rows == 2:
+            own = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
+            extra = torch.cat([torch.full_like(own, float("-inf")), own], 1)  # row 0 does not see row 1's token
+            weights = torch.softmax(torch.cat([logits, extra[..., None]], 2), -1).to(q.dtype)
+            mixed = torch.bmm(weights[..., :-1], values) + weights[..., -1:] * v_row1[i][:, None, :]
+        else:
+            mixed = torch.bmm(torch.softmax(logits, -1).to(q.dtype), values)
+        out[i] = mixed.view(heads, rows, group, dim).permute(1, 0, 2, 3)
+    return out
+
+
+def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prefill attention of one request's chunk over one block of keys, with what merging needs.
+
+    q [T, H*G, D]; k, v [H, B, D]; causal only for the chunk itself (B == T). Returns (out [T, H*G, D], lse float32
+    [T, H*G], natural logarithm).
+    """
+    tokens, q_heads, _ = q.shape
+    group = q_heads // k.shape[0]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(0, 1)[None],
+        k.repeat_interleave(group, 0)[None],
+        v.repeat_interleave(group, 0)[None],
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1), lse.reshape(q_heads, tokens).transpose(0, 1)
+
+
+def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joins two partial attentions over disjoint keys. out [T, heads, D], lse float32 [T, heads]."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a = torch.exp(lse_a - lse)[..., None].to(out_a.dtype)
+    weight_b = torch.exp(lse_b - lse)[..., None].to(out_a.dtype)
+    return out_a * weight_a + out_b * weight_b, lse

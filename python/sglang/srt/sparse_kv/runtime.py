@@ -1,0 +1,153 @@
+"""One rank's sparse KV state: pool tensors, cache, schedule, policy and counters, made once when the pool is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.sparse_kv import metrics
+from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+from sglang.srt.sparse_kv.ops.engine import engine_for
+from sglang.srt.sparse_kv.ops.reference import NONE, LayerView
+from sglang.srt.sparse_kv.page_cache import PageCache
+from sglang.srt.sparse_kv.planner import Plan
+from sglang.srt.sparse_kv.policy import Policy
+from sglang.srt.sparse_kv.schedule import Schedule
+from sglang.srt.sparse_kv.step import DecodeStep
+from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, Transfer
+
+FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positive stamp
+LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
+POISON = 3.0e4
+
+
+class SparseKVRuntime:
+    """Everything between SGLang's pool and the operations.
+
+    host: [L, NP, H, 2, P, D] in host memory; device: where landmarks, tables and slots live.
+    """
+
+    def __init__(
+        self, config: SparseKVConfig, geometry: Geometry, plan: Plan, host: torch.Tensor, device: torch.device
+    ):
+        self.config, self.geometry, self.plan, self.host = config, geometry, plan, host
+        self.shape = plan.shape
+        self.rows = config.rows
+        self.ops = engine_for(device)
+        self.policy = Policy.from_config(config)
+        self.landmarks = torch.zeros(
+            (geometry.num_layers, geometry.num_pages, geometry.kv_heads, geometry.head_dim),
+            dtype=geometry.landmark_dtype,
+            device=device,
+        )
+        self.cache = PageCache(
+            geometry, host, self.landmarks, plan.slots, config.residency, config.ring, both_modes=config.debug
+        )
+        self.transfer: Transfer = CPU_TRANSFERS["plain"](config.seed)
+        self.schedule = Schedule(self)
+        # Row 0 is SGLang's padding row. Logical pages, best rank first.
+        self.predicted = torch.full(
+            (geometry.max_requests + 1, geometry.num_layers, geometry.kv_heads, self.shape.budget_pages),
+            NONE,
+            dtype=torch.int32,
+            device=device,
+        )
+        self.clock = torch.tensor([FIRST_STEP], dtype=torch.int32, device=device)
+        self.clock_before = self.clock - 1
+        self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
+        self.steps = 0
+        self._poisoned = torch.zeros(geometry.num_pages, dtype=torch.bool)
+
+    # ------------------------------------------------------------ requests and guides
+
+    @property
+    def prefetch_cap_pages(self) -> int:
+        return -(-int(self.policy.prefetch_cap * self.shape.budget_pages * 1000) // 1000)
+
+    def reset_requests(self, req: torch.Tensor) -> None:
+        """Forgets predictions of request slots, int [N]: their owner may have changed."""
+        self.predicted[req] = NONE
+
+    def note_guides(self, hits: torch.Tensor, active: torch.Tensor) -> None:
+        """Counts right guesses. bool [N] each; inactive requests had no guess."""
+        self.guide_hits[0] += (hits & active).sum()
+        self.guide_hits[1] += active.sum()
+
+    def end_step(self) -> None:
+        """Called by the worker after a decode forward."""
+        self.steps += 1
+        if self.policy.check:
+            self.cache.check()
+
+    # ------------------------------------------------------------ debug
+
+    def apply_policy(self, update: dict[str, Any]) -> None:
+        """Switches policy while no forward runs. Raises ValueError, one sentence."""
+        if not self.config.debug:
+            raise ValueError(
+                "sparse_kv policy is fixed in this server; start it with --sparse-kv-config '{\"debug\": true}'"
+            )
+        new = self.policy.changed(update, self.config, self.geometry.page_size)
+        shape = SelectionShape.from_tokens(self.geometry.page_size, new.budget, self.config.sinks, self.config.window)
+        if new.cache_slots and not shape.width <= new.cache_slots <= self.plan.slots:
+            raise ValueError(
+                f"sparse_kv policy cache_slots must be within {shape.width} (one selection) and {self.plan.slots} "
+                f"(allocated), got {new.cache_slots}"
+            )
+        if new.residency != self.policy.residency:
+            self.cache.set_residency(new.residency)
+        self.cache.limit_slots(new.cache_slots)
+        self.transfer.join_all()
+        self.transfer = CPU_TRANSFERS[new.transfer](new.seed)
+        self.predicted.fill_(NONE)
+        self.policy, self.shape = new, shape
+
+    def reset_counters(self) -> None:
+        self.cache.counters.zero_()
+        self.guide_hits.zero_()
+        self.steps = 0
+
+    def poison_freed(self, free_pages: torch.Tensor) -> None:
+        """Overwrites what pages that came back to the allocator still hold, everywhere. free_pages int [M]."""
+        free = torch.zeros_like(self._poisoned)
+        free[free_pages.long().cpu()] = True
+        fresh = (free & ~self._poisoned).nonzero()[:, 0]
+        self._poisoned = free
+        self.host[:, fresh] = POISON
+        self.landmarks[:, fresh] = POISON
+        for buffer in self.cache.buffers():
+            head, index = (buffer.slot_of[:, fresh] >= 0).nonzero(as_tuple=True)
+            buffer.kv[head, buffer.slot_of[head, fresh[index]].long()] = POISON
+
+    def check_selected(self, layer: int, view: LayerView, step: DecodeStep, pages, slots) -> None:
+        """Raises AssertionError unless every selected slot still holds its page, byte for byte with the host."""
+        heads = pages.shape[1]
+        head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
+        used = pages >= 0
+        assert bool((slots[used] >= 0).all()), f"layer {layer}: a selected page has no slot"
+        owner = view.page_of[head[used], slots[used].long()]
+        assert torch.equal(owner, pages[used]), f"layer {layer}: a selected slot changed owner within the step"
+        if self.policy.skip_write_through or self.policy.transfer == "oracle":
+            return
+        tokens = torch.full_like(pages, self.geometry.page_size)
+        is_open = pages == step.open_page[:, None, None]
+        tokens = torch.where(is_open, step.last_tokens[:, None, None].to(tokens.dtype), tokens)[used]
+        cached, truth = view.kv[head[used], slots[used].long()], view.host[pages[used].long(), head[used]]
+        inside = torch.arange(self.geometry.page_size)[None, :] < tokens[:, None]  # [M, P]
+        same = (cached == truth).all(-1).all(1)  # [M, P]
+        assert bool((same | ~inside).all()), f"layer {layer}: a cached unit differs from the host"
+
+    def flush(self) -> None:
+        """Empties the cache and forgets every request: the allocator was cleared."""
+        self.transfer.join_all()
+        self.cache.flush()
+        self.predicted.fill_(NONE)
+
+    # ------------------------------------------------------------ what really happened
+
+    def summary(self) -> dict[str, Any]:
+        return metrics.summary(self)
+
+    def log_suffix(self) -> str:
+        return metrics.log_suffix(self)

@@ -1,0 +1,65 @@
+"""What one decode step knows about its batch, the same for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+from sglang.srt.sparse_kv.ops.reference import NONE, physical_pages
+
+
+@dataclass
+class DecodeStep:
+    """Batch state of a decode step. N requests; lengths are committed tokens, row 0's own excluded."""
+
+    req: torch.Tensor  # int64 [N] request slots; 0 is SGLang's padding row
+    active: torch.Tensor  # bool [N]
+    length: torch.Tensor  # int64 [N]
+    table: torch.Tensor  # int32 [N, MP] physical page of each logical page
+    open_page: torch.Tensor  # int32 [N] physical page of row 0's token
+    offset: torch.Tensor  # int64 [N] its place in that page
+    closed_pages: torch.Tensor  # int64 [N] pages that hold page_size committed tokens
+    lo: torch.Tensor  # int64 [N, R] candidate bounds of each row
+    hi: torch.Tensor  # int64 [N, R]
+    last_tokens: torch.Tensor  # int64 [N] tokens in the open page, row 0's included
+
+    @classmethod
+    def build(cls, geometry: Geometry, shape: SelectionShape, rows: int, req_to_token, req, length) -> DecodeStep:
+        """req_to_token int32 [slots, context]; req int64 [N]; length int [N]."""
+        page_size = geometry.page_size
+        length = length.long()
+        table = physical_pages(req_to_token, req, page_size, geometry.max_pages)
+        open_logical = length // page_size
+        offset = length % page_size
+        positions = length[:, None] + torch.arange(rows, device=length.device)
+        lo, hi = shape.candidate_bounds(positions)
+        return cls(
+            req=req,
+            active=req > 0,
+            length=length,
+            table=table,
+            open_page=table.gather(1, open_logical[:, None])[:, 0],
+            offset=offset,
+            closed_pages=open_logical,
+            lo=lo,
+            hi=hi,
+            last_tokens=offset + 1,
+        )
+
+    def forced(self, shape: SelectionShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forced pages of row 0 with the committed tokens of each: (int32 [N, F] physical, int32 [N, F]).
+
+        An open page that holds no committed token yet is left out: there is nothing to fetch.
+        """
+        page_size = shape.page_size
+        open_logical = (self.length // page_size)[:, None]
+        first = ((self.length + 1 - shape.window).clamp(min=0) // page_size)[:, None]
+        device = self.length.device
+        sinks = torch.arange(shape.sink_pages, device=device).expand(self.length.shape[0], -1)
+        recent = first + torch.arange(shape.window_pages, device=device)
+        logical = torch.cat([torch.where(sinks < first, sinks, NONE), recent], 1)
+        tokens = (self.length[:, None] - logical * page_size).clamp(0, page_size)
+        wanted = (logical >= 0) & (logical <= open_logical) & (tokens > 0) & self.active[:, None]
+        pages = self.table.gather(1, logical.clamp(0, self.table.shape[1] - 1))
+        return torch.where(wanted, pages, NONE), tokens.to(torch.int32)

@@ -1,0 +1,130 @@
+"""Who moves bytes between host and cache, and when: the interface and its engines for the CPU.
+
+A lane is a place that fetches land in (one layer's slots, one staging buffer). `submit` hands over a copy, `join`
+returns when every copy of the lane has landed. Nothing may plan into a lane that has copies in flight, and everything is joined
+before the forward ends: that is all an engine may rely on, and the odd engines here exist to try it.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+
+Copy = Callable[[], None]
+
+
+class TransferError(RuntimeError):
+    """A copy failed again and again."""
+
+
+class Transfer(ABC):
+    """Engine of transfers. `urgent` marks what the critical path waits for."""
+
+    @abstractmethod
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None: ...
+
+    @abstractmethod
+    def join(self, lane: Hashable) -> None: ...
+
+    @abstractmethod
+    def join_all(self) -> None: ...
+
+    def in_flight(self, lane: Hashable) -> bool:
+        """Whether the lane still has copies that nobody joined. For checks."""
+        return False
+
+
+class PlainTransfer(Transfer):
+    """Copies at once."""
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        copy()
+
+    def join(self, lane: Hashable) -> None:
+        pass
+
+    def join_all(self) -> None:
+        pass
+
+
+class DelayedTransfer(Transfer):
+    """Copies as late as the interface allows: when the lane is joined."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Hashable, Copy]] = []
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        self.pending.append((lane, copy))
+
+    def join(self, lane: Hashable) -> None:
+        due = [copy for owner, copy in self.pending if owner == lane]
+        self.pending = [(owner, copy) for owner, copy in self.pending if owner != lane]
+        for copy in due:
+            copy()
+
+    def join_all(self) -> None:
+        for lane in list(dict.fromkeys(owner for owner, _ in self.pending)):
+            self.join(lane)
+
+    def in_flight(self, lane: Hashable) -> bool:
+        return any(owner == lane for owner, _ in self.pending)
+
+
+class ReorderedTransfer(DelayedTransfer):
+    """Copies in random order at random moments between submit and join, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        super().submit(lane, copy)
+        self._run_some()
+
+    def join(self, lane: Hashable) -> None:
+        self._run_some()
+        self.random.shuffle(self.pending)
+        super().join(lane)
+
+    def _run_some(self) -> None:
+        while self.pending and self.random.random() < 0.4:
+            self.pending.pop(self.random.randrange(len(self.pending)))[1]()
+
+
+class FailingTransfer(Transfer):
+    """Copies fail at random from a seed and are tried again; TransferError after `attempts` failures of one copy."""
+
+    def __init__(self, seed: int, rate: float = 0.3, attempts: int = 16) -> None:
+        self.random, self.rate, self.attempts = random.Random(seed), rate, attempts
+        self.failures = 0
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        for _ in range(self.attempts):
+            if self.random.random() >= self.rate:
+                copy()
+                return
+            self.failures += 1
+        raise TransferError(f"a copy from host memory failed {self.attempts} times in a row")
+
+    def join(self, lane: Hashable) -> None:
+        pass
+
+    def join_all(self) -> None:
+        pass
+
+
+class SkippedTransfer(PlainTransfer):
+    """The no-IO oracle: copies nothing. The text is wrong; the time is what a perfect transfer would leave."""
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        pass
+
+
+CPU_TRANSFERS: dict[str, Callable[[int], Transfer]] = {
+    "plain": lambda seed: PlainTransfer(),
+    "delayed": lambda seed: DelayedTransfer(),
+    "reordered": lambda seed: ReorderedTransfer(seed),
+    "failing": lambda seed: FailingTransfer(seed),
+    "oracle": lambda seed: SkippedTransfer(),
+}

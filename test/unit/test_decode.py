@@ -1,0 +1,161 @@
+"""The decode path against an oracle that knows only the history of keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.sparse_kv.ops.reference import COUNTERS
+from sparse_rig import Rig
+
+ODD_LENGTHS = (1, 7, 8, 9, 17, 97, 200)
+
+
+def totals(rig: Rig) -> dict[str, int]:
+    return dict(zip(COUNTERS, rig.runtime.cache.counters.sum(0).tolist()))
+
+
+@pytest.mark.parametrize("page", [8, 16, 32])
+@pytest.mark.parametrize("guide", ["chain", "none"])
+def test_every_length_matches_the_oracle(page, guide):
+    rig = Rig(seed=page, page=page, pages=150, context=400, requests=7, guide=guide)
+    for req, length in enumerate(ODD_LENGTHS, 1):
+        rig.start(req)
+        rig.extend({req: length})
+    for _ in range(2 * page + 2):
+        rig.decode(list(range(1, 8)))
+    assert totals(rig)["hit"] > 0
+
+
+@pytest.mark.parametrize("transfer", ["plain", "delayed", "reordered", "failing"])
+@pytest.mark.parametrize("residency", [1.0, 0.5, 0.0])
+def test_tight_cache_under_every_transfer(transfer, residency):
+    rig = Rig(seed=3, layers=5, pages=320, context=600, requests=3)
+    rig.runtime.apply_policy({"residency": residency, "transfer": transfer, "check": 1})
+    rig.runtime.apply_policy({"cache_slots": 3 * rig.runtime.shape.width})
+    for req, length in ((1, 500), (2, 333), (3, 97)):
+        rig.start(req)
+        for piece in (length // 2, length - length // 2):
+            rig.extend({req: piece})
+    for _ in range(20):
+        rig.decode([1, 2, 3])
+    counted = totals(rig)
+    assert counted["missed"] > 0 and counted["prefetched"] > 0
+    if residency == 1.0:
+        assert counted["evicted"] > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_come_and_go_and_pages_are_reused(seed):
+    """Pages of finished requests are poisoned, handed out again, and never show through."""
+    rig = Rig(seed=seed, layers=2, pages=90, context=300, requests=3)
+    rig.runtime.apply_policy({"check": 1, "seed": seed, "transfer": ["plain", "delayed", "reordered"][seed % 3]})
+    live: list[int] = []
+    for turn in range(40):
+        rig.runtime.poison_freed(torch.tensor(rig.free))
+        if len(live) < 3 and (turn % 3 == 0 or not live):
+            req = next(r for r in (1, 2, 3) if r not in live)
+            rig.start(req)
+            live.append(req)
+            rig.extend({req: int(torch.randint(1, 200, (1,), generator=rig.generator))})
+        elif turn % 7 == 6:
+            rig.finish(live.pop(0))
+        else:
+            rig.decode(live)
+
+
+def test_neighbours_and_policy_change_no_bit():
+    """Same inputs: bit-identical row-0 outputs whatever is prefetched, resident, delayed or beside it."""
+
+    def run(policy, guide_noise: int) -> list[torch.Tensor]:
+        rig = Rig(seed=11, layers=4, pages=300, context=600, requests=2)
+        rig.runtime.apply_policy({"check": 1, **policy})
+        for req, length in ((1, 300), (2, 450)):
+            rig.start(req)
+            rig.extend({req: length})
+        noise = torch.Generator().manual_seed(guide_noise)
+        kept = []
+        for _ in range(12):
+            data = []
+            for _ in range(rig.geometry.num_layers):
+                q, k, v = rig.rand(4, 4, 8), rig.rand(4, 2, 8), rig.rand(4, 2, 8)
+                for t in (q, k, v):
+                    t[1::2] = torch.randn(t[1::2].shape, generator=noise)
+                data.append((q, k, v))
+            kept += [out[0::2].clone() for out in rig.decode([1, 2], data)]
+        return kept
+
+    expect = run({}, 0)
+    width = Rig(seed=11, pages=300, context=600, requests=2).runtime.shape.width
+    for policy, noise in (
+        ({}, 1),
+        ({"prefetch": 0}, 0),
+        ({"residency": 0.0}, 2),
+        ({"residency": 0.5, "transfer": "reordered", "seed": 5}, 3),
+        ({"transfer": "delayed", "cache_slots": 2 * width}, 0),
+        ({"shuffle_predictions": 1, "cache_slots": 2 * width}, 0),
+    ):
+        for a, b in zip(expect, run(policy, noise), strict=True):
+            assert torch.equal(a, b), f"policy {policy} changed an output"
+
+
+def test_budget_covers_context_is_dense():
+    rig = Rig(seed=2, budget=512, pages=80, context=300, requests=1)
+    rig.start(1)
+    rig.extend({1: 250})
+    for _ in range(10):
+        rig.decode([1])
+    assert totals(rig)["selected"] == sum(2 * 3 * ((250 + t) // 8 + 1) for t in range(10))
+
+
+def test_skipped_write_through_is_noticed():
+    rig = Rig(seed=4, pages=80, context=400, requests=1)
+    rig.start(1)
+    rig.extend({1: 100})
+    rig.runtime.apply_policy({"check": 1, "skip_write_through": 1})
+    for _ in range(40):
+        rig.decode([1])
+    rig.runtime.flush()
+    rig.runtime.policy.check = False
+    with pytest.raises(AssertionError):
+        rig.decode([1])
+
+
+def test_skipped_invalidation_is_noticed():
+    rig = Rig(seed=4, layers=1, pages=40, context=300, requests=2)
+    rig.start(1)
+    rig.extend({1: 200})
+    rig.decode([1])
+    rig.runtime.apply_policy({"check": 0, "skip_invalidation": 1})
+    for _ in range(3):
+        rig.decode([1])
+    rig.finish(1)
+    rig.start(2)
+    with pytest.raises(AssertionError):
+        rig.extend({2: 250})
+        for _ in range(5):
+            rig.decode([2])
+
+
+def test_shuffled_predictions_lose_their_use():
+    def useful(shuffle: int) -> int:
+        rig = Rig(seed=9, layers=4, pages=400, context=800, requests=2)
+        rig.runtime.apply_policy({"check": 1})
+        for req in (1, 2):
+            rig.start(req)
+            rig.extend({req: 700})
+        rig.runtime.apply_policy({"cache_slots": 3 * rig.runtime.shape.width, "shuffle_predictions": shuffle})
+        for _ in range(15):
+            n, rows = 2, 2
+            data = []
+            for _ in range(4):
+                q, k, v = rig.rand(n * rows, 4, 8), rig.rand(n * rows, 2, 8), rig.rand(n * rows, 2, 8)
+                data.append((q, k, v))
+            if hasattr(useful, "next"):
+                for (q, _, _), (guess, _, _) in zip(data, useful.next):
+                    q[0::2] = guess[1::2]  # the guide was right: its query is the next row 0's
+            useful.next = data
+            rig.decode([1, 2], data)
+        del useful.next
+        return totals(rig)["useful"]
+
+    assert useful(1) < 0.5 * useful(0)
