@@ -25,10 +25,10 @@ else
 fi
 export VIRTUAL_ENV=$PWD/.venv UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
 
-# uv draws progress bars on a terminal only, so a log gets a line every ten seconds.
+# uv draws its progress on a terminal only, so a log gets a line every ten seconds.
 heartbeat=
 if [ ! -t 2 ]; then
-  (while sleep 10; do say "still installing, .venv holds $(du -sm .venv | cut -f1) MB"; done) &
+  (while sleep 10; do say "still installing"; done) &
   heartbeat=$!
   trap 'kill $heartbeat 2>/dev/null' EXIT
 fi
