@@ -15,11 +15,14 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 FLOORS = (
     {"config", "geometry"},
     {"ops", "csrc"},
-    {"host_pool", "landmarks", "page_cache", "transfer", "planner", "metrics", "policy"},
-    {"selection", "schedule"},
-    {"attention", "prefill"},
+    {"page_cache", "transfer", "policy", "step", "metrics"},
+    {"planner"},
+    {"schedule"},
+    {"runtime"},
+    {"host_pool", "decode", "prefill"},
+    {"attention"},
     {"algorithm", "worker", "guide", "sampling"},
-    {"plugin", "refusals"},
+    {"plugin", "refusals", "cpu_shims"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
