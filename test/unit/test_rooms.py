@@ -22,7 +22,8 @@ FLOORS = (
     {"host_pool", "decode", "prefill"},
     {"attention"},
     {"algorithm", "worker", "guide", "sampling"},
-    {"plugin", "refusals", "cpu_shims"},
+    {"refusals"},
+    {"plugin", "arguments", "launch"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -207,7 +207,7 @@ class SparseKVConfig:
 
 def config_from_arguments(
     mode: str | None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     host_memory: int | str | None = None,
     more: str | Mapping[str, Any] | None = None,
 ) -> SparseKVConfig | None:
@@ -215,13 +215,18 @@ def config_from_arguments(
 
     Args:
         mode: value of ``--sparse-kv``; None leaves it off.
-        budget: value of ``--sparse-kv-budget``, tokens.
+        budget: value of ``--sparse-kv-budget``, tokens, as a number or as text.
         host_memory: value of ``--sparse-kv-host-memory``.
         more: value of ``--sparse-kv-config``, JSON text or an already parsed mapping.
 
     Raises:
         ValueError: a bad value, a value given twice, or a value given while sparse KV is off.
     """
+    if isinstance(budget, str):
+        try:
+            budget = int(budget)
+        except ValueError:
+            raise ValueError(f"--sparse-kv-budget is {budget!r}; give a whole number of tokens.") from None
     flags = {"budget": budget, "host_memory": host_memory}
     given = {key: value for key, value in flags.items() if value is not None}
     if mode is None:

@@ -1,0 +1,155 @@
+"""The ``--sparse-kv*`` arguments: flags, keywords of ``sgl.Engine``, and the arguments of SGLang that follow from them.
+
+SGLang's ``ServerArgs`` gets no new field. What the user said is kept in its attribute ``_sparse_kv``, a dict of
+builtins: children unpickle it before any plugin is loaded, and its name keeps it out of the fields that SGLang
+freezes and lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import sglang_dualdecoder
+from sglang.srt.sparse_kv import refusals
+from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, SparseKVConfig, config_from_arguments
+from sglang.srt.sparse_kv.refusals import StartRefused
+
+ATTRIBUTE = "_sparse_kv"
+KEYWORDS = ("sparse_kv", "sparse_kv_budget", "sparse_kv_host_memory", "sparse_kv_config")
+
+# Carries the flags from the parsed namespace to the constructor, between which SGLang passes only its own fields.
+_flags: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("sparse_kv_flags", default=None)
+
+
+def config_of(server_args: Any) -> SparseKVConfig | None:
+    """The configuration that a ``ServerArgs`` carries, None when sparse KV is off."""
+    values = getattr(server_args, ATTRIBUTE, None)
+    return None if values is None else SparseKVConfig.from_dict(values)
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``. Values stay text: argparse answers a bad one with all of SGLang's usage."""
+    group = parser.add_argument_group(
+        "sparse KV", "Keep keys and values in host memory and attend to the pages that matter."
+    )
+    group.add_argument(
+        "--sparse-kv",
+        metavar=MODE,
+        help=f"Turn sparse KV on. The only mode is {MODE}: decode with a guide token that "
+        "predicts the pages of the next step.",
+    )
+    group.add_argument(
+        "--sparse-kv-budget",
+        metavar="TOKENS",
+        help="Tokens attended per request, layer and KV head, beside sinks and window. Default: 2048.",
+    )
+    group.add_argument(
+        "--sparse-kv-host-memory",
+        metavar="SIZE",
+        help='Host memory for keys and values of all ranks: "auto", a size such as 96GB, or a share such as 50%%. '
+        "Default: auto, at most 80%% of what is available; 2GB on a CPU.",
+    )
+    group.add_argument(
+        "--sparse-kv-config",
+        metavar="JSON",
+        help="More settings as a JSON object: guide, residency, window, sinks, prefetch, lookahead, prefetch_cap, "
+        "cache_memory, ring, landmark_dtype, coupled_sampling, seed, debug.",
+    )
+
+
+def from_command_line(original: Callable, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ``ServerArgs.from_cli_args``: keep our flags, and answer a refusal without a traceback."""
+    flags = {name: getattr(args, name, None) for name in KEYWORDS}
+    if all(value is None for value in flags.values()):
+        return original(cls, args)
+    refusals.note_command_line()
+    token = _flags.set(flags)
+    try:
+        return original(cls, args)
+    except StartRefused as refused:
+        refusals.refuse(str(refused))
+    finally:
+        _flags.reset(token)
+
+
+def initialise(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND ``ServerArgs.__init__``: take our keywords and set what follows, before SGLang resolves the rest."""
+    flags = _flags.get() or {}
+    ours = {name: kwargs.pop(name, flags.get(name)) for name in KEYWORDS}
+    # A ServerArgs that resolving this one creates must not take the flags for its own.
+    token = _flags.set(None)
+    try:
+        config = _read(ours)
+        if config is not None:
+            fields = [field for field in dataclasses.fields(type(self)) if field.init]
+            kwargs.update(zip((field.name for field in fields), args, strict=False))
+            args = ()
+            _check(kwargs, fields, config)
+            from sglang.srt.sparse_kv import plugin
+
+            plugin.start(plugin.LAUNCHER)
+            kwargs.update(_derived(kwargs, config))
+            setattr(self, ATTRIBUTE, config.to_dict())
+        original(self, *args, **kwargs)
+    finally:
+        _flags.reset(token)
+
+
+def check_model(self: Any) -> None:
+    """BEFORE ``ServerArgs._handle_model_specific_adjustments``: the model is known, and nothing follows from it yet."""
+    config = config_of(self)
+    if config is not None:
+        refusals.check_model(self.get_model_config(), config)
+
+
+def _read(ours: dict[str, Any]) -> SparseKVConfig | None:
+    try:
+        return config_from_arguments(*(ours[name] for name in KEYWORDS))
+    except ValueError as error:
+        raise StartRefused(str(error)) from None
+
+
+def _check(kwargs: dict[str, Any], fields: list[dataclasses.Field], config: SparseKVConfig) -> None:
+    problem = sglang_dualdecoder.version_problem()
+    if problem:
+        raise StartRefused(problem)
+    refusals.check_arguments(kwargs, {field.name: field.default for field in fields})
+    refusals.check_device(_device(kwargs), _platform_is_ours())
+    try:
+        config.check_page_size(kwargs.get("page_size") or DEFAULT_PAGE_SIZE)
+    except ValueError as error:
+        raise StartRefused(str(error)) from None
+
+
+def _derived(kwargs: dict[str, Any], config: SparseKVConfig) -> dict[str, Any]:
+    """Arguments of SGLang that sparse KV decides."""
+    derived = {
+        "speculative_algorithm": refusals.ALGORITHM,
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": config.rows,
+        "attention_backend": refusals.ATTENTION_BACKEND,
+        "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
+        # Prefill streams its prefix from the host by sizes that differ from batch to batch.
+        "disable_prefill_cuda_graph": True,
+    }
+    if _device(kwargs) == "cpu":
+        # SGLang's relay between overlapped steps records streams, which CPU tensors cannot.
+        derived |= {"disable_overlap_schedule": True, "disable_cuda_graph": True}
+    return derived
+
+
+def _device(kwargs: dict[str, Any]) -> str:
+    from sglang.srt.utils import get_device
+
+    return (kwargs.get("device") or get_device()).split(":")[0]
+
+
+def _platform_is_ours() -> bool:
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__module__.startswith("sglang_cpu_platform")

@@ -1,0 +1,155 @@
+"""Starting the scheduler processes, and what the hooks do inside them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sglang_dualdecoder
+from sglang.srt.sparse_kv import plugin, refusals
+from sglang.srt.sparse_kv.arguments import config_of
+
+logger = logging.getLogger(__name__)
+
+# SGLang's endpoint for run-time state takes numbers by name; ours begin with this.
+POLICY_PREFIX = "sparse_kv."
+
+
+# ------------------------------------------------------------ in the launching process
+
+
+def launch_schedulers(
+    original: Callable, cls: type, server_args: Any, port_args: Any, run_scheduler_process_func: Callable
+) -> Any:
+    """AROUND ``Engine._launch_scheduler_processes``."""
+    if config_of(server_args) is None:
+        return original(cls, server_args, port_args, run_scheduler_process_func)
+    plugin.start(plugin.LAUNCHER)
+    refused = multiprocessing.get_context("spawn").SimpleQueue()
+    run = functools.partial(sglang_dualdecoder.run_scheduler_process, run_scheduler_process_func, refused)
+    result, processes = original(cls, server_args, port_args, run)
+    result.wait_for_ready = functools.partial(_wait_for_ready, result.wait_for_ready, refused)
+    return result, processes
+
+
+def _wait_for_ready(original: Callable, refused: Any) -> None:
+    try:
+        original()
+    except RuntimeError:
+        # SGLang knows only that the process ended.
+        if refused.empty():
+            raise
+        sentence = refused.get()
+    else:
+        return
+    refusals.refuse(sentence)
+
+
+# ------------------------------------------------------------ in a scheduler process
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn our ValueErrors, one sentence each, into the end of this process.
+
+    SGLang answers any Exception here with a traceback and a signal to its parent; SystemExit passes through to
+    ``run_scheduler_process``, which reports the sentence.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def no_draft_pool(*, draft_worker: Any, spec_algorithm: Any, server_args: Any) -> None:
+    """REPLACE ``get_draft_kv_pool``."""
+
+
+def host_budget(original: Callable, self: Any, pre_model_load_memory: int) -> int:
+    """AROUND ``KVCacheConfigurator._profile_available_bytes``: bytes of the host pool of this rank."""
+    from sglang.srt.sparse_kv.planner import plan_for_configurator
+
+    available = original(self, pre_model_load_memory)
+    with _refusing():
+        plan = plan_for_configurator(self, available)
+    logger.info("%s", plan.table())
+    return plan.host_bytes
+
+
+def most_requests(original: Callable, self: Any, token_capacity: int) -> int:
+    """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``."""
+    from sglang.srt.sparse_kv.planner import current_plan
+
+    return min(original(self, token_capacity), current_plan().max_running_requests)
+
+
+def build_pool(configurator: Any, *, max_total_num_tokens: int, **_: Any) -> Any:
+    """REPLACE the two builders of ``KVCacheConfigurator`` for plain attention."""
+    from sglang.srt.sparse_kv.host_pool import build_host_pool
+    from sglang.srt.sparse_kv.planner import current_plan
+
+    planned = current_plan().host_tokens
+    with _refusing():
+        if max_total_num_tokens != planned:
+            raise ValueError(
+                f"SGLang asks for a pool of {max_total_num_tokens} tokens and {planned} were planned; "
+                "set --sparse-kv-host-memory instead of SGLang's own limits on tokens."
+            )
+        pool = build_host_pool(configurator, max_total_num_tokens)
+    _Counters.runtime = pool.runtime
+    return pool
+
+
+def small_eager_buffers(original: Callable, self: Any, model_runner: Any) -> None:
+    """AROUND ``EagerRunner.__init__``: a forward holds one chunk of prefill at most, not the whole pool."""
+    tokens = model_runner.max_total_num_tokens
+    model_runner.max_total_num_tokens = min(tokens, model_runner.server_args.max_prefill_buffer_tokens())
+    try:
+        original(self, model_runner)
+    finally:
+        model_runner.max_total_num_tokens = tokens
+
+
+class _Counters:
+    """The runtime of this process; SGLang's statistics have no way to the pool."""
+
+    runtime: Any = None
+
+
+def log_counters(parts: list[str], self: Any) -> list[str]:
+    """AFTER ``PoolStats.get_decode_usage_msg_parts``: parts of a log line, joined by commas."""
+    return [*parts, _Counters.runtime.log_suffix().strip(" ,")]
+
+
+def report_state(result: Any, self: Any, recv_req: Any) -> None:
+    """AFTER ``Scheduler.get_internal_state``."""
+    result.internal_state["sparse_kv"] = _runtime(self).summary()
+
+
+def set_policy(original: Callable, self: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.set_internal_state``: names that begin with ``sparse_kv.`` are ours, and come alone."""
+    update = {
+        name.removeprefix(POLICY_PREFIX): value
+        for name, value in recv_req.server_args.items()
+        if name.startswith(POLICY_PREFIX)
+    }
+    if not update:
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    try:
+        if len(update) < len(recv_req.server_args):
+            raise ValueError("sparse_kv policy and SGLang's own state cannot be set by one request; send two.")
+        _runtime(self).apply_policy(update)
+    except ValueError as error:
+        logger.warning("Policy unchanged: %s", error)
+        return SetInternalStateReqOutput(updated=False)
+    return SetInternalStateReqOutput(updated=True)
+
+
+def _runtime(scheduler: Any) -> Any:
+    return scheduler.token_to_kv_pool_allocator.get_kvcache().runtime
