@@ -21,14 +21,11 @@ def resident_layers(residency: Any, num_layers: int) -> frozenset[int]:
     residency: "all", "none", a fraction of the layers (the first ones), or a list of layer numbers.
     Raises ValueError on anything else.
     """
-    if residency == "all":
-        return frozenset(range(num_layers))
-    if residency == "none":
-        return frozenset()
-    if isinstance(residency, float) and 0.0 <= residency <= 1.0:
-        return frozenset(range(round(residency * num_layers)))
-    if isinstance(residency, (list, tuple)) and all(isinstance(i, int) and 0 <= i < num_layers for i in residency):
-        return frozenset(residency)
+    share = {"all": 1.0, "none": 0.0}.get(residency, residency) if isinstance(residency, str) else residency
+    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
+        return frozenset(range(round(share * num_layers)))
+    if isinstance(share, (list, tuple)) and all(type(i) is int and 0 <= i < num_layers for i in share):
+        return frozenset(share)
     raise ValueError(
         f'residency must be "all", "none", a fraction, or a list of layers below {num_layers}, got {residency!r}'
     )
@@ -80,30 +77,31 @@ class PageCache:
     def set_residency(self, residency: Any) -> None:
         """Assigns layers to their own buffers or to the ring. Raises ValueError when a buffer was never allocated."""
         resident = resident_layers(residency, self.geometry.num_layers)
-        self.scoped = [i for i in range(self.geometry.num_layers) if i not in resident]
-        if not resident <= self._owned.keys() or (self.scoped and not self._ring):
+        scoped = [i for i in range(self.geometry.num_layers) if i not in resident]
+        if not resident <= self._owned.keys() or (scoped and not self._ring):
             raise ValueError(f"residency {residency!r} needs buffers that were not allocated at start")
-        self.views, self.lanes = [], []
+        self.flush()
+        self.scoped, self.views, self.lanes = scoped, [], []
         for layer in range(self.geometry.num_layers):
             if layer in resident:
                 buffer, lane = self._owned[layer], len(self._ring) + layer
             else:
-                lane = self.scoped.index(layer) % self.ring_size
+                lane = scoped.index(layer) % self.ring_size
                 buffer = self._ring[lane]
             self.lanes.append(lane)
-            self.views.append(
-                LayerView(
-                    buffer.kv,
-                    buffer.slot_of,
-                    buffer.page_of,
-                    buffer.stamp,
-                    buffer.ahead,
-                    self.host[layer],
-                    self.landmarks[layer],
-                    self.counters[layer],
-                )
-            )
-        self.flush()
+            self.views.append(self._view(buffer, layer))
+
+    def _view(self, buffer: Buffer, layer: int) -> LayerView:
+        return LayerView(
+            buffer.kv,
+            buffer.slot_of,
+            buffer.page_of,
+            buffer.stamp,
+            buffer.ahead,
+            self.host[layer],
+            self.landmarks[layer],
+            self.counters[layer],
+        )
 
     def buffers(self) -> list[Buffer]:
         return [*self._ring, *self._owned.values()]
@@ -117,8 +115,11 @@ class PageCache:
                 buffer.stamp[:, usable:] = RESERVED
 
     def flush(self) -> None:
-        for view in self.views:
-            reference.clear(view)
+        """Empties every buffer, those too that no layer uses for now: the pages they hold may be rewritten."""
+        for layer, buffer in self._owned.items():
+            reference.clear(self._view(buffer, layer))
+        for buffer in self._ring:  # already empty between steps, so the layer is of no account
+            reference.clear(self._view(buffer, 0))
 
     def occupancy(self) -> float:
         """Share of resident layers' slots in use, 0..1."""

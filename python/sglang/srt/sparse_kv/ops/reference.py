@@ -143,24 +143,33 @@ def select(scores, table, length, active, shape, budget_pages: int) -> Selection
 # ---------------------------------------------------------------- the page cache's tables
 
 
-def _distinct_misses(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, order_by_rank: bool):
-    """Missing units once each: (head, page, tokens), heads ascending; by page, or by rank then request."""
-    n, heads, width = pages.shape
-    tokens = torch.full_like(pages, view.kv.shape[3]) if tokens is None else tokens
-    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
-    missing = (pages >= 0) & (view.slot_of[head, pages.clamp(min=0).long()] < 0)
-    if order_by_rank:
-        missing, pages, head, tokens = (t.permute(1, 2, 0) for t in (missing, pages, head, tokens))
+def _slots_of(view: LayerView, pages: torch.Tensor) -> torch.Tensor:
+    """Slots of pages' units, NONE where not resident or not a page. pages int32 [N, H, C] -> int32 [N, H, C]."""
+    table = view.slot_of.expand(pages.shape[0], -1, -1)
+    return torch.where(pages >= 0, table.gather(2, pages.clamp(min=0).long()), NONE)
+
+
+def _distinct(view: LayerView, missing: torch.Tensor, pages: torch.Tensor, tokens, by_rank: bool):
+    """The units marked in `missing`, once each: (head, page, tokens), heads ascending, then by page; by_rank: by rank and
+    request.
+
+    missing bool, pages int32 [N, H, C]; tokens int32 [N, H, C], or None when all are full.
+    """
+    missing = missing.permute((1, 2, 0) if by_rank else (1, 0, 2))
+    pages = pages.permute((1, 2, 0) if by_rank else (1, 0, 2))
+    head, *_ = place = missing.nonzero(as_tuple=True)
+    page = pages[place].long()
+    if tokens is None:
+        tokens = torch.full_like(page, view.kv.shape[3])
     else:
-        missing, pages, head, tokens = (t.permute(1, 0, 2) for t in (missing, pages, head, tokens))
-    page, head, tokens = pages[missing].long(), head[missing], tokens[missing]
+        tokens = tokens.permute((1, 2, 0) if by_rank else (1, 0, 2))[place].long()
     if page.numel() == 0:
         return head, page, tokens
     key = head * view.slot_of.shape[1] + page
     unique, inverse = torch.unique(key, return_inverse=True)
     position = torch.arange(key.numel(), device=key.device)
     first = torch.full_like(unique, key.numel()).scatter_reduce(0, inverse, position, "amin")
-    if order_by_rank:
+    if by_rank:
         first = first.sort().values
     return head[first], page[first], tokens[first]
 
@@ -168,32 +177,35 @@ def _distinct_misses(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor 
 def _enter(view: LayerView, head, page, tokens, step: torch.Tensor, ahead: bool, must: bool) -> Fetch:
     """Gives each unit (heads ascending) a victim: the oldest slots with stamp < step, ties to the lower slot."""
     heads, slots = view.stamp.shape
-    wanted = torch.bincount(head, minlength=heads)  # [H]
-    usable = (view.stamp < step).sum(1)
-    if must and bool((wanted > usable).any()):
-        worst = int((wanted - usable).argmax())
-        raise CapacityError(
-            f"kv head {worst} needs {int(wanted[worst])} slots and {int(usable[worst])} of {slots} may be evicted; "
-            "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
-        )
-    start = torch.cumsum(wanted, 0) - wanted
-    rank = torch.arange(head.numel(), device=head.device) - start[head]
-    kept = rank < usable[head]
-    head, page, tokens, rank = head[kept], page[kept], tokens[kept], rank[kept]
-    slot = view.stamp.argsort(dim=1, stable=True)[head, rank]
-    old = view.page_of[head, slot].long()
-    evicted = old >= 0
-    view.slot_of[head[evicted], old[evicted]] = NONE  # cleared before the new unit is entered
-    view.counters[EVICTED] += evicted.sum()
-    view.counters[WASTED] += (view.ahead[head, slot] & evicted).sum()
-    view.slot_of[head, page] = slot.to(torch.int32)
-    view.page_of[head, slot] = page.to(torch.int32)
-    view.stamp[head, slot] = step
-    view.ahead[head, slot] = ahead
-    # A page that only begins has nothing to fetch and is no miss.
-    view.counters[PREFETCHED if ahead else MISSED] += (tokens > 0).sum()
-    view.counters[TOKENS_IN] += tokens.sum()
-    units = torch.stack([page, head, slot, tokens.long()], 1).to(torch.int32)
+    if head.numel():
+        wanted = torch.bincount(head, minlength=heads)  # [H]
+        usable = (view.stamp < step).sum(1)
+        if must and bool((wanted > usable).any()):
+            worst = int((wanted - usable).argmax())
+            raise CapacityError(
+                f"kv head {worst} needs {int(wanted[worst])} slots and {int(usable[worst])} of {slots} may be evicted; "
+                "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
+            )
+        start = torch.cumsum(wanted, 0) - wanted
+        rank = torch.arange(head.numel(), device=head.device) - start[head]
+        kept = rank < usable[head]
+        head, page, tokens, rank = head[kept], page[kept], tokens[kept], rank[kept]
+        slot = view.stamp.argsort(dim=1, stable=True)[head, rank]
+        old = view.page_of[head, slot].long()
+        evicted = old >= 0
+        view.slot_of[head[evicted], old[evicted]] = NONE  # cleared before the new unit is entered
+        view.counters[EVICTED] += evicted.sum()
+        view.counters[WASTED] += (view.ahead[head, slot] & evicted).sum()
+        view.slot_of[head, page] = slot.to(torch.int32)
+        view.page_of[head, slot] = page.to(torch.int32)
+        view.stamp[head, slot] = step
+        view.ahead[head, slot] = ahead
+        # A page that only begins has nothing to fetch and is no miss.
+        view.counters[PREFETCHED if ahead else MISSED] += (tokens > 0).sum()
+        view.counters[TOKENS_IN] += tokens.sum()
+    else:
+        slot = head
+    units = torch.stack([page, head, slot, tokens], 1).to(torch.int32)
     return Fetch(units, torch.tensor([units.shape[0]], dtype=torch.int32, device=units.device))
 
 
@@ -205,24 +217,20 @@ def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, s
     A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it
     attends. Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
-    heads = pages.shape[1]
-    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
+    slots = _slots_of(view, pages)
+    _, head, _ = place = (slots >= 0).nonzero(as_tuple=True)
+    slot = slots[place].long()
+    unused = view.ahead.sum()
+    view.ahead[head, slot] = False
+    view.counters[USEFUL] += unused - view.ahead.sum()
+    view.stamp[head, slot] = step
     valid = pages >= 0
-    index = pages.clamp(min=0).long()
-    slots = torch.where(valid, view.slot_of[head, index], NONE)
-    hit = slots >= 0
-    hit_head, hit_slot = head[hit], slots[hit].long()
-    used_ahead = torch.zeros_like(view.ahead)
-    used_ahead[hit_head, hit_slot] = True
-    view.counters[USEFUL] += (used_ahead & view.ahead).sum()
-    view.ahead &= ~used_ahead
-    view.stamp[hit_head, hit_slot] = step
     if count:
         view.counters[SELECTED] += valid.sum()
-        view.counters[HIT] += hit.sum()
-    missing = _distinct_misses(view, pages, tokens, order_by_rank=False)
-    fetch = _enter(view, *missing, step=step, ahead=False, must=True)
-    return torch.where(valid, view.slot_of[head, index], NONE), fetch
+        view.counters[HIT] += slot.numel()
+    missing = valid & (slots < 0)
+    fetch = _enter(view, *_distinct(view, missing, pages, tokens, by_rank=False), step=step, ahead=False, must=True)
+    return _slots_of(view, pages), fetch
 
 
 def plan_prefetch(
@@ -233,16 +241,13 @@ def plan_prefetch(
     pages int32 [N, H, K] in order of rank, NONE padded; cap: units fetched at most per request and head.
     Resident units are stamped, so that what is predicted stays.
     """
-    heads = pages.shape[1]
-    head = torch.arange(heads, device=pages.device)[None, :, None].expand_as(pages)
-    slots = torch.where(pages >= 0, view.slot_of[head, pages.clamp(min=0).long()], NONE)
-    resident = slots >= 0
-    kept_head, kept_slot = head[resident], slots[resident].long()
-    view.stamp[kept_head, kept_slot] = torch.maximum(view.stamp[kept_head, kept_slot], step)
-    missing = (pages >= 0) & ~resident
-    within_cap = missing.cumsum(-1) <= cap
-    pages = torch.where(missing & within_cap, pages, NONE)
-    return _enter(view, *_distinct_misses(view, pages, tokens, order_by_rank=True), step=step, ahead=True, must=False)
+    slots = _slots_of(view, pages)
+    _, head, _ = place = (slots >= 0).nonzero(as_tuple=True)
+    slot = slots[place].long()
+    view.stamp[head, slot] = view.stamp[head, slot].clamp(min=step)
+    missing = (pages >= 0) & (slots < 0)
+    missing &= missing.cumsum(-1) <= cap
+    return _enter(view, *_distinct(view, missing, pages, tokens, by_rank=True), step=step, ahead=True, must=False)
 
 
 def invalidate(view: LayerView, pages: torch.Tensor) -> None:
@@ -273,6 +278,8 @@ def clear(view: LayerView) -> None:
 def gather(view: LayerView, fetch: Fetch) -> None:
     """Copies units from the host into their slots; of each page only the tokens that the fetch names."""
     units = fetch.units[: int(fetch.count)].long()
+    if not units.shape[0]:
+        return
     page_size = view.kv.shape[3]
     full = units[units[:, 3] == page_size]
     view.kv[full[:, 1], full[:, 2]] = view.host[full[:, 0], full[:, 1]].to(view.kv.device)

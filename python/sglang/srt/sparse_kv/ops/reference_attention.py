@@ -22,19 +22,20 @@ def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, sc
         if pages == 0:
             out[i] = 0
             continue
-        index = (base + slots[i, :, :pages]).long().reshape(-1) * 2
+        index = (base + slots[i, :, :pages]).reshape(-1) * 2
         length = (pages - 1) * page_size + last
-        keys = halves[index].view(heads, pages * page_size, dim)[:, :length]
-        values = halves[index + 1].view(heads, pages * page_size, dim)[:, :length]
+        keys = halves.index_select(0, index).view(heads, pages * page_size, dim)[:, :length]
+        values = halves.index_select(0, index + 1).view(heads, pages * page_size, dim)[:, :length]
         queries = q[i].permute(1, 0, 2, 3).reshape(heads, rows * group, dim)
         logits = torch.bmm(queries, keys.transpose(1, 2)).float() * scale  # [H, R*G, length]
         if rows == 2:
             own = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
             extra = torch.cat([torch.full_like(own, float("-inf")), own], 1)  # row 0 does not see row 1's token
-            weights = torch.softmax(torch.cat([logits, extra[..., None]], 2), -1).to(q.dtype)
-            mixed = torch.bmm(weights[..., :-1], values) + weights[..., -1:] * v_row1[i][:, None, :]
-        else:
-            mixed = torch.bmm(torch.softmax(logits, -1).to(q.dtype), values)
+            logits = torch.cat([logits, extra[..., None]], 2)
+        weights = torch.softmax(logits, -1).to(q.dtype)
+        mixed = torch.bmm(weights[..., :length], values)
+        if rows == 2:
+            mixed[:, group:] += weights[:, group:, -1:] * v_row1[i][:, None, :]
         out[i] = mixed.view(heads, rows, group, dim).permute(1, 0, 2, 3)
     return out
 

@@ -1,0 +1,542 @@
+"""The page cache against a model of dicts and lists, and small states drawn by hand.
+
+Every buffer starts full of junk, so that whatever an operation forgets to write shows.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sglang.srt.sparse_kv.geometry import Geometry
+from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError, Fetch
+from sglang.srt.sparse_kv.page_cache import PageCache, resident_layers
+
+PAGE, DIM, PAGES = 4, 2, 14
+FULL = PAGE
+
+
+def make_cache(slots: int, heads: int = 1, layers: int = 1, residency="all", ring: int = 2, **kwargs) -> PageCache:
+    geometry = Geometry(layers, heads, 1, DIM, PAGE, PAGES, PAGES, 4, torch.float32, torch.float32)
+    shape = (layers, PAGES, heads, 2, PAGE, DIM)
+    host = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)  # every number is its own place
+    cache = PageCache(
+        geometry, host, torch.zeros(layers, PAGES, heads, DIM), slots, residency, ring, kwargs.get("both_modes", False)
+    )
+    for buffer in cache.buffers():
+        buffer.kv.fill_(float("nan"))
+    return cache
+
+
+def clock(step: int) -> torch.Tensor:
+    return torch.tensor([step], dtype=torch.int32)
+
+
+def units(*requests) -> torch.Tensor:
+    """int32 [N, 1, C] of one head from a list of pages per request, padded with NONE."""
+    width = max((len(r) for r in requests), default=0)
+    return torch.tensor([[[*r, *[NONE] * (width - len(r))]] for r in requests], dtype=torch.int32)
+
+
+def rows(fetch: Fetch) -> list[tuple[int, int, int, int]]:
+    """(page, head, slot, tokens) of a fetch."""
+    return [tuple(row) for row in fetch.units[: int(fetch.count)].tolist()]
+
+
+def put(cache: PageCache, pages: list[int], stamps: list[int], ahead: list[int] = ()) -> reference.LayerView:
+    """A one-head view whose slots hold `pages` (NONE: free) with these stamps; `ahead`: slots prefetched, not used."""
+    view = cache.views[0]
+    for slot, (page, stamp) in enumerate(zip(pages, stamps)):
+        view.page_of[0, slot], view.stamp[0, slot] = page, stamp
+        view.ahead[0, slot] = slot in ahead
+        if page != NONE:
+            view.slot_of[0, page] = slot
+    cache.check()
+    return view
+
+
+def counter(view, name: str) -> int:
+    return int(view.counters[COUNTERS.index(name)])
+
+
+# ---------------------------------------------------------------- the model
+
+
+class Head:
+    """One head's slots: page (or NONE), stamp and 'ahead' of each, and the rules of DESIGN in plain loops."""
+
+    def __init__(self, slots: int):
+        self.slots = [[NONE, NEVER, False] for _ in range(slots)]
+
+    def find(self, page: int) -> int:
+        return next((i for i, slot in enumerate(self.slots) if slot[0] == page), NONE)
+
+    def victims(self, step: int) -> list[int]:
+        return sorted((i for i, slot in enumerate(self.slots) if slot[1] < step), key=lambda i: self.slots[i][1])
+
+
+class Model:
+    def __init__(self, heads: int, slots: int):
+        self.heads = [Head(slots) for _ in range(heads)]
+        self.count = dict.fromkeys(COUNTERS, 0)
+        self.entered = self.left = 0
+
+    def enter(self, h: int, wanted: list[tuple[int, int]], step: int, ahead: bool, must: bool) -> list[tuple]:
+        """wanted: (page, tokens) in order. Returns fetch rows."""
+        head = self.heads[h]
+        victims = head.victims(step)
+        if must and len(wanted) > len(victims):
+            raise CapacityError
+        out = []
+        for (page, tokens), slot in zip(wanted, victims):
+            if head.slots[slot][0] != NONE:
+                self.count["evicted"] += 1
+                self.count["wasted"] += head.slots[slot][2]
+            head.slots[slot] = [page, step, ahead]
+            self.count["prefetched" if ahead else "missed"] += tokens > 0
+            self.count["tokens_in"] += tokens
+            self.entered += 1
+            out.append((page, h, slot, tokens))
+        return out
+
+    def resolve(self, pages, tokens, step: int, count: bool = True) -> list[tuple]:
+        """pages: [N][H] lists, tokens: {page: committed}. All hits before any victim."""
+        missing: list[dict[int, int]] = [{} for _ in self.heads]
+        hits: list[set[int]] = [set() for _ in self.heads]
+        for request in pages:
+            for h, selected in enumerate(request):
+                for page in selected:
+                    slot = self.heads[h].find(page)
+                    if slot == NONE:
+                        missing[h][page] = tokens.get(page, FULL)
+                    else:
+                        hits[h].add(slot)
+                    if count:
+                        self.count["selected"] += 1
+                        self.count["hit"] += slot != NONE
+        for h, used in enumerate(hits):
+            for slot in used:
+                self.count["useful"] += self.heads[h].slots[slot][2]
+                self.heads[h].slots[slot][1:] = [step, False]
+        return [row for h, m in enumerate(missing) for row in self.enter(h, sorted(m.items()), step, False, True)]
+
+    def prefetch(self, pages, step: int, cap: int) -> list[tuple]:
+        wanted: list[dict[int, tuple]] = [{} for _ in self.heads]  # page -> (rank, request)
+        for n, request in enumerate(pages):
+            for h, predicted in enumerate(request):
+                taken = 0
+                for rank, page in enumerate(predicted):
+                    slot = self.heads[h].find(page)
+                    if slot != NONE:
+                        self.heads[h].slots[slot][1] = max(self.heads[h].slots[slot][1], step)
+                    elif (taken := taken + 1) <= cap:
+                        wanted[h][page] = min(wanted[h].get(page, (rank, n)), (rank, n))
+        ordered = [[(page, FULL) for page in sorted(w, key=w.get)] for w in wanted]
+        return [row for h, w in enumerate(ordered) for row in self.enter(h, w, step, True, False)]
+
+    def drop(self, pages: set[int] | None) -> None:
+        """Invalidates pages; all of them when None."""
+        for head in self.heads:
+            for slot in head.slots:
+                if slot[0] != NONE and (pages is None or slot[0] in pages):
+                    self.count["wasted"] += slot[2]
+                    self.left += 1
+                    slot[:] = [NONE, NEVER, False]
+
+    def install(self, pages: list[tuple[int, int]], step: int) -> list[tuple]:
+        before = self.count["missed"], self.count["tokens_in"]
+        out = [row for h in range(len(self.heads)) for row in self.enter(h, pages[::-1], step, False, False)]
+        self.count["missed"], self.count["tokens_in"] = before
+        return out
+
+
+# Requests' selections: two heads' lists of distinct pages; a request may be padding (no pages at all).
+SELECTIONS = st.lists(
+    st.tuples(*[st.lists(st.integers(1, PAGES - 1), max_size=4, unique=True) for _ in range(2)]), max_size=3
+)
+
+
+def as_tensor(requests) -> torch.Tensor:
+    out = torch.full((len(requests), 2, 5), NONE, dtype=torch.int32)
+    for n, request in enumerate(requests):
+        for h, pages in enumerate(request):
+            out[n, h, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    return out
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random decode steps, prefills and flushes: tables, fetches and counters equal the model's after each."""
+
+    @initialize(spare=st.integers(0, 2))
+    def start(self, spare):
+        self.slots = 12 + spare  # three selections of four pages: the capacity rule, exactly or almost
+        self.cache = make_cache(self.slots, heads=2)
+        self.view = self.cache.views[0]
+        self.model = Model(2, self.slots)
+        self.step = 100
+        self.filled: dict[int, int] = {}  # committed tokens of pages that a prefill left unfilled
+
+    def land(self, fetch: Fetch, expected: list[tuple]) -> None:
+        assert rows(fetch) == expected
+        fetch.units = torch.cat([fetch.units, torch.full((3, 4), 2**30, dtype=torch.int32)])  # junk beyond count
+        before = self.view.kv.clone()
+        reference.gather(self.view, fetch)
+        for page, head, slot, tokens in expected:
+            before[head, slot, :, :tokens] = self.view.host[page, head, :, :tokens]
+        assert torch.equal(self.view.kv.nan_to_num(-1), before.nan_to_num(-1)), "a copy touched what it must not"
+
+    @rule(requests=SELECTIONS)
+    def select(self, requests):
+        self.step += 1
+        slots, fetch = reference.resolve(self.view, as_tensor(requests), None, clock(self.step))
+        self.land(fetch, self.model.resolve(requests, {}, self.step))
+        for n, request in enumerate(requests):
+            for h, pages in enumerate(request):
+                expected = [self.model.heads[h].find(page) for page in pages]
+                assert slots[n, h].tolist() == expected + [NONE] * (5 - len(pages))
+                for page, slot in zip(pages, expected):
+                    filled = self.filled.get(page, FULL)
+                    assert torch.equal(self.view.kv[h, slot, :, :filled], self.view.host[page, h, :, :filled])
+
+    @rule(requests=SELECTIONS, back=st.integers(0, 1), cap=st.integers(0, 3))
+    def predict(self, requests, back, cap):
+        fetch = reference.plan_prefetch(self.view, as_tensor(requests), None, clock(self.step - back), cap)
+        self.land(fetch, self.model.prefetch(requests, self.step - back, cap))
+
+    @rule(pages=st.lists(st.integers(1, PAGES - 1), max_size=4), tokens=st.integers(1, FULL))
+    def prefill(self, pages, tokens):
+        """A chunk writes pages (repeats: two chunks of one page), the last one up to `tokens`."""
+        reference.invalidate(self.view, torch.tensor([*pages, NONE], dtype=torch.int64))
+        self.model.drop(set(pages))
+        written = list(dict.fromkeys(pages))
+        filled = [FULL] * (len(written) - 1) + [tokens] * bool(written)
+        self.filled |= dict(zip(written, filled))
+        chunk = torch.tensor(written).long(), torch.tensor(filled).long()
+        fetch = reference.install(self.view, *chunk, clock(self.step - 2))
+        self.land(fetch, self.model.install(list(zip(written, filled)), self.step - 2))
+
+    @rule()
+    def flush(self):
+        self.cache.flush()
+        self.model.drop(None)
+
+    @invariant()
+    def equal(self):
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        for h, head in enumerate(self.model.heads):
+            found = list(zip(*(t[h].tolist() for t in (self.view.page_of, self.view.stamp, self.view.ahead))))
+            assert found == [tuple(slot) for slot in head.slots]
+        count = dict(zip(COUNTERS, self.view.counters.tolist()))
+        assert count == self.model.count
+        resident = sum(slot[0] != NONE for head in self.model.heads for slot in head.slots)
+        waiting = sum(slot[2] for head in self.model.heads for slot in head.slots)
+        assert self.model.entered == resident + count["evicted"] + self.model.left
+        assert count["prefetched"] == count["useful"] + count["wasted"] + waiting
+        assert count["selected"] >= count["hit"] + count["missed"]
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+# ---------------------------------------------------------------- four slots, drawn
+
+
+def test_free_slots_go_first_then_the_oldest_then_the_lower():
+    #        slot   0   1   2   3
+    #        page   5   7   -   2
+    #        stamp  8   9   -   8
+    view = put(cache := make_cache(4), [5, 7, NONE, 2], [8, 9, NEVER, 8])
+    slots, fetch = reference.resolve(view, units([7, 3, 4]), None, clock(10))
+    #        page   4   7   3   2      7 is a hit; 3 takes the free slot, 4 the lower of the two oldest
+    assert view.page_of.tolist() == [[4, 7, 3, 2]]
+    assert view.stamp.tolist() == [[10, 10, 10, 8]]
+    assert slots.tolist() == [[[1, 2, 0]]] and rows(fetch) == [(3, 0, 2, FULL), (4, 0, 0, FULL)]
+    assert int(view.slot_of[0, 5]) == NONE and counter(view, "evicted") == 1
+    cache.check()
+
+
+def test_hits_are_stamped_before_victims_are_taken():
+    #        page   5   7   8   2      5 is the oldest, and selected: a walk in one phase would evict it for 1
+    #        stamp  3   9   9   9
+    view = put(make_cache(4), [5, 7, 8, 2], [3, 9, 9, 9])
+    slots, _ = reference.resolve(view, units([1], [5]), None, clock(10))
+    assert view.page_of.tolist() == [[5, 1, 8, 2]] and slots.tolist() == [[[1]], [[0]]]
+
+
+def test_capacity_is_exact():
+    """Two requests of two pages fit four slots whatever lies there; a fifth page is one sentence."""
+    view = put(make_cache(4), [5, 7, 8, 2], [9, 9, 9, 9])
+    reference.resolve(view, units([10, 11], [12, 13]), None, clock(10))
+    assert sorted(view.page_of[0].tolist()) == [10, 11, 12, 13]
+    with pytest.raises(CapacityError, match=r"needs 1 slots and 0 of 4 may be evicted; lower .*, or raise \w+$"):
+        reference.resolve(view, units([1]), None, clock(10))  # still the same step
+
+
+def test_a_prefetch_leaves_this_step_alone_and_yields_to_it():
+    #        page   5   7   8   2      planned ahead of step 10, when 2 and 8 were selected in step 9
+    #        stamp  7   8   9   9
+    view = put(cache := make_cache(4), [5, 7, 8, 2], [7, 8, 9, 9])
+    fetch = reference.plan_prefetch(view, units([1, 3, 4]), None, clock(9), cap=3)
+    assert rows(fetch) == [(1, 0, 0, FULL), (3, 0, 1, FULL)], "4 ranks last and finds no slot older than step 9"
+    #        page   1   3   8   2      all of them yield to the true selection of step 10
+    reference.resolve(view, units([10, 11, 12, 13]), None, clock(10))
+    assert sorted(view.page_of[0].tolist()) == [10, 11, 12, 13] and counter(view, "wasted") == 2
+    cache.check()
+    fetch = reference.plan_prefetch(view, units([1]), None, clock(10), cap=1)
+    assert rows(fetch) == [], "after the selection nothing is older than step 10"
+
+
+def test_a_unit_in_flight_is_a_hit_and_useful_once():
+    view = make_cache(4).views[0]
+    reference.plan_prefetch(view, units([6, 7], [6]), None, clock(9), cap=2)  # shared by two requests: one fetch
+    assert counter(view, "prefetched") == 2 and counter(view, "tokens_in") == 2 * FULL
+    _, fetch = reference.resolve(view, units([6], [6]), None, clock(10))
+    assert rows(fetch) == [] and counter(view, "hit") == 2 and counter(view, "useful") == 1
+    reference.resolve(view, units([6]), None, clock(11))
+    assert counter(view, "useful") == 1 and view.ahead.sum() == 1
+    reference.clear(view)
+    assert counter(view, "wasted") == 1
+
+
+def test_predicted_pages_stay_but_never_grow_younger_than_they_are():
+    #        page   5   7
+    #        stamp  3  12     predicted for step 9 both: 5 is kept, 7 was selected later than that
+    view = put(make_cache(2), [5, 7], [3, 12])
+    reference.plan_prefetch(view, units([5, 7]), None, clock(9), cap=2)
+    assert view.stamp.tolist() == [[9, 12]] and not view.ahead.any()
+
+
+def test_the_cap_counts_missing_units_per_request_and_head():
+    view = put(make_cache(6), [5], [3])
+    fetch = reference.plan_prefetch(view, units([5, 6, 7, 8], [9, 10, 11]), None, clock(9), cap=2)
+    assert [r[0] for r in rows(fetch)] == [9, 6, 10, 7]  # by rank, then request; 8 and 11 are beyond the cap
+
+
+def test_padding_reaches_nothing():
+    """-1 is the last page and the last slot to an indexing bug."""
+    view = put(make_cache(2), [PAGES - 1, 4], [5, 5])
+    before = [t.clone() for t in (view.slot_of, view.page_of, view.stamp, view.ahead)]
+    for call in (reference.resolve, lambda *a: (None, reference.plan_prefetch(*a, 4))):
+        _, fetch = call(view, units([NONE, NONE], [NONE, NONE]), None, clock(9))
+        assert rows(fetch) == []
+    reference.invalidate(view, torch.tensor([NONE, NONE]))
+    after = (view.slot_of, view.page_of, view.stamp, view.ahead)
+    assert all(torch.equal(a, b) for a, b in zip(before, after)) and not view.counters.any()
+    empty = torch.zeros((0, 1, 3), dtype=torch.int32)
+    slots, fetch = reference.resolve(view, empty, None, clock(9))
+    assert slots.shape == (0, 1, 3) and rows(fetch) == []
+
+
+def test_invalidated_pages_are_gone_from_every_head():
+    cache = make_cache(3, heads=2)
+    view = cache.views[0]
+    pages = torch.tensor([[[4, 5], [5, 6]]], dtype=torch.int32)
+    reference.resolve(view, pages, None, clock(9))
+    reference.invalidate(view, torch.tensor([5, 5, 9, NONE]))
+    assert view.page_of.tolist() == [[4, NONE, NONE], [NONE, 6, NONE]]
+    assert view.stamp.tolist() == [[9, NEVER, NEVER], [NEVER, 9, NEVER]]
+    cache.check()
+
+
+def test_an_install_takes_long_unused_slots_only_the_last_page_first():
+    #        page   5   7   8   -
+    #        stamp  2   9   9   -
+    view = put(cache := make_cache(4), [5, 7, 8, NONE], [2, 9, 9, NEVER])
+    fetch = reference.install(view, torch.tensor([10, 11, 12]), torch.tensor([FULL, FULL, 3]), clock(5))
+    assert rows(fetch) == [(12, 0, 3, 3), (11, 0, 0, FULL)]
+    assert counter(view, "missed") == counter(view, "tokens_in") == 0 and counter(view, "evicted") == 1
+    cache.check()
+
+
+# ---------------------------------------------------------------- writing a token
+
+
+def append(view, page: list[int], offset: list[int], active: list[int], step: int, through: bool = True):
+    n, heads = len(page), view.kv.shape[0]
+    k = 1000.0 + torch.arange(n * heads * DIM).view(n, heads, DIM)
+    fetches = []
+
+    def now(target, fetch):
+        fetches.extend(rows(fetch))
+        reference.gather(target, fetch)
+
+    slots = reference.append(
+        view,
+        k,
+        -k,
+        torch.tensor(page, dtype=torch.int32),
+        torch.tensor(offset),
+        torch.tensor(active, dtype=torch.bool),
+        clock(step),
+        now,
+        through,
+    )
+    return k, slots, fetches
+
+
+@pytest.mark.parametrize("offset", range(FULL))
+def test_an_absent_open_page_is_fetched_up_to_the_committed_length(offset):
+    cache = make_cache(2, heads=2)
+    view = cache.views[0]
+    truth = view.host.clone()
+    view.host[3, :, :, offset:] = float("inf")  # what the host holds beyond the committed tokens is anybody's
+    k, slots, fetches = append(view, [3, 9], [offset, 0], [1, 0], 10)
+    assert fetches == [(3, h, 0, offset) for h in range(2)]
+    assert slots.tolist() == [[0, 0], [NONE, NONE]]
+    unit = view.kv[:, 0]
+    assert torch.equal(unit[:, :, :offset], truth[3, :, :, :offset])
+    assert torch.equal(unit[:, 0, offset], k[0]) and torch.equal(unit[:, 1, offset], -k[0])
+    assert unit[:, :, offset + 1 :].isnan().all(), "the fetch carried tokens beyond the committed length"
+    assert torch.equal(view.host[3, :, 0, offset], k[0]) and torch.equal(view.host[9], truth[9])
+    closed = offset == FULL - 1
+    assert torch.equal(view.landmarks[3], unit[:, 0].mean(1) if closed else torch.zeros(2, DIM))
+    assert counter(view, "missed") == 2 * (offset > 0) and counter(view, "selected") == 0
+    cache.check()
+
+
+def test_the_entry_of_an_earlier_owner_is_taken_over():
+    view = put(cache := make_cache(2), [3, 5], [9, 9])
+    view.kv[0] = 7.0
+    k, slots, fetches = append(view, [3], [0], [1], 10)
+    assert fetches == [] and slots.tolist() == [[0]]
+    assert torch.equal(view.kv[0, 0, 0, 0], k[0, 0]) and bool((view.kv[0, 0, :, 1:] == 7.0).all())
+    cache.check()
+
+
+def test_without_write_through_the_host_is_as_before():
+    view = make_cache(2).views[0]
+    before = view.host.clone()
+    append(view, [3], [1], [1], 10, through=False)
+    assert torch.equal(view.host, before)
+
+
+def test_open_pages_of_a_batch_do_not_evict_one_another():
+    view = put(make_cache(4), [3, 5, 6, 7], [9, 9, 9, 9])
+    _, slots, _ = append(view, [8, 3, 9, 10], [0, 2, 0, 1], [1, 1, 1, 1], 10)
+    assert sorted(slots[:, 0].tolist()) == [0, 1, 2, 3] and int(slots[1, 0]) == 0
+
+
+def test_a_landmark_is_the_same_whoever_closes_the_page():
+    """Prefill reads the host, decode the cache: bit for bit one summary, or selections depend on how text arrived."""
+    for seed in range(5):
+        rand = torch.Generator().manual_seed(seed)
+        cache = make_cache(3, heads=2, layers=2)
+        k = torch.randn(3 * FULL, 2, DIM, generator=rand)
+        reference.store_chunk(cache.views[0], k, k, torch.arange(3 * FULL) + FULL)
+        for t in range(3 * FULL):
+            for h in range(2):
+                cache.views[1].host[1 + t // FULL, h, :, t % FULL] = k[t, h]
+        for page in (1, 2, 3):
+            last = k[page * FULL - 1][None]
+            args = torch.tensor([page], dtype=torch.int32), torch.tensor([FULL - 1]), torch.tensor([True])
+            reference.append(cache.views[1], last, last, *args, clock(page), reference.gather)
+        assert torch.equal(cache.views[0].landmarks[1:4], cache.views[1].landmarks[1:4])
+
+
+# ---------------------------------------------------------------- layers, residency, limits
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("all", range(4)),
+        ("none", []),
+        (0.5, [0, 1]),
+        (0, []),
+        (1, range(4)),
+        (1.0, range(4)),
+        ([3], [3]),
+        ((2, 1), [1, 2]),
+    ],
+)
+def test_residency(given, expected):
+    assert resident_layers(given, 4) == set(expected)
+
+
+@pytest.mark.parametrize("given", ["half", 1.5, -0.1, float("nan"), [4], [-1], [0.5], [True], None, True])
+def test_bad_residency_is_one_sentence(given):
+    with pytest.raises(ValueError, match=r"^residency must be .* below 4, got "):
+        resident_layers(given, 4)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 4])
+@pytest.mark.parametrize("residency", ["none", [1], [0, 2], [0, 1, 3, 4], "all"])
+def test_layers_share_ring_buffers_in_turn(ring, residency):
+    cache = make_cache(2, layers=6, residency=residency, ring=ring)
+    resident = resident_layers(residency, 6)
+    assert cache.scoped == [i for i in range(6) if i not in resident]
+    assert len(cache.buffers()) == len(resident) + (ring if cache.scoped else 0)
+    owners: dict[int, list[int]] = {}
+    for layer, view in enumerate(cache.views):
+        owners.setdefault(view.kv.data_ptr(), []).append(layer)
+        assert view.host.data_ptr() == cache.host[layer].data_ptr()
+        assert view.counters.data_ptr() == cache.counters[layer].data_ptr()
+    shared = [layers for layers in owners.values() if layers[0] not in resident]
+    assert shared == [cache.scoped[turn::ring] for turn in range(ring) if cache.scoped[turn::ring]]
+    lanes: dict[int, set[int]] = {}
+    for lane, view in zip(cache.lanes, cache.views):
+        lanes.setdefault(lane, set()).add(view.kv.data_ptr())
+    assert all(len(buffers) == 1 for buffers in lanes.values()) and len(lanes) == len(owners)
+
+
+def test_residency_and_limits_change_with_entries_in_the_cache():
+    """Buffers that no layer uses for now are emptied as well: what they held may be rewritten meanwhile."""
+    cache = make_cache(4, layers=3, both_modes=True)
+    rand = random.Random(0)
+    for residency in ("all", "none", [1], "all", 0.5, "all"):
+        for usable in (2, 4, 0):
+            for layer, view in enumerate(cache.views):  # layers of one ring buffer in turn
+                reference.resolve(view, units(rand.sample(range(1, PAGES), 2)), None, clock(9 + layer))
+            cache.check()
+            cache.set_residency(residency)
+            cache.limit_slots(usable)
+            cache.check()
+            assert all(int((b.page_of >= 0).sum()) == int((b.slot_of >= 0).sum()) == 0 for b in cache.buffers())
+            free = [int((b.stamp == NEVER).sum()) for b in cache.buffers()]
+            assert free == [usable or 4] * len(free)
+    assert cache.occupancy() == 0.0
+
+
+def test_a_residency_without_buffers_changes_nothing():
+    cache = make_cache(2, layers=3, residency=[0])
+    with pytest.raises(ValueError, match="not allocated at start"):
+        cache.set_residency("all")
+    assert cache.scoped == [1, 2] and len(cache.views) == 3
+
+
+def test_reserved_slots_are_never_used():
+    cache = make_cache(4)
+    cache.limit_slots(2)
+    view = cache.views[0]
+    with pytest.raises(CapacityError, match="needs 3 slots and 2 of 4"):
+        reference.resolve(view, units([1, 2, 3]), None, clock(9))
+    reference.resolve(view, units([1, 2]), None, clock(9))
+    reference.plan_prefetch(view, units([5, 6]), None, clock(9), cap=9)
+    reference.install(view, torch.tensor([7]), torch.tensor([FULL]), clock(9))
+    reference.clear(view)
+    assert view.stamp.tolist() == [[NEVER, NEVER, RESERVED, RESERVED]]
+    assert view.page_of[0, 2:].tolist() == [NONE, NONE]
+    cache.check()
+
+
+@pytest.mark.parametrize("fault", ["two slots", "lost entry", "no stamp", "ahead"])
+def test_check_notices(fault):
+    view = put(cache := make_cache(3), [5, 7, NONE], [8, 9, NEVER])
+    if fault == "two slots":
+        view.page_of[0, 2], view.stamp[0, 2] = 5, 9
+    elif fault == "lost entry":
+        view.slot_of[0, 3] = 1
+    elif fault == "no stamp":
+        view.stamp[0, 0] = NEVER
+    else:
+        view.ahead[0, 2] = True
+    with pytest.raises(AssertionError):
+        cache.check()
