@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.sparse_kv.ops.reference import physical_pages
 from sglang.srt.sparse_kv.planner import STAGING_TOKENS
-from sglang.srt.sparse_kv.runtime import LONG_UNUSED, SparseKVRuntime
+from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
 
 @dataclass
@@ -68,6 +68,8 @@ class Prefill:
         for chunk in step.chunks:
             rows = slice(chunk.start, chunk.start + chunk.tokens)
             out[rows] = self._attend(view, chunk, q[rows], k[rows], v[rows], scale)
+        if layer == runtime.geometry.num_layers - 1:
+            runtime.transfer.join_all()
         return out
 
     def _refresh_cache(self, layer: int, view, step: PrefillStep) -> None:
@@ -77,13 +79,8 @@ class Prefill:
             runtime.ops.invalidate(view, step.written)
         if layer in runtime.cache.scoped:
             return
-        absent = (view.slot_of[:, step.written] < 0).all(0)
-        fetch = runtime.ops.install(
-            view, step.written[absent], step.written_tokens[absent], runtime.clock - LONG_UNUSED
-        )
-        lane = runtime.cache.lanes[layer]
-        runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch))
-        runtime.transfer.join(lane)
+        fetch = runtime.ops.install(view, step.written, step.written_tokens, runtime.clock_long_ago)
+        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
 
     def _attend(self, view, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
         runtime = self.runtime
@@ -107,6 +104,6 @@ class Prefill:
             return
         first = block * self.block_pages
         last = min(first + self.block_pages, -(-chunk.prefix // self.runtime.geometry.page_size))
-        pages = chunk.pages[first:last].long()
+        pages = chunk.pages[first:last]
         target = self.staging[block % 2, : last - first]
-        self.runtime.transfer.submit(("staging", block % 2), lambda: target.copy_(view.host[pages]))
+        self.runtime.transfer.submit(("staging", block % 2), lambda: self.runtime.ops.stage(view, pages, target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -55,15 +56,26 @@ class SparseKVRuntime:
         )
         self.clock = torch.tensor([FIRST_STEP], dtype=torch.int32, device=device)
         self.clock_before = self.clock - 1
+        self.clock_long_ago = self.clock - LONG_UNUSED
+        # On the device, so that a captured graph obeys a switch.
+        self.prefetch_cap = torch.zeros(1, dtype=torch.int32, device=device)
+        self.forced_cap = torch.zeros(1, dtype=torch.int32, device=device)
+        self._set_caps()
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
         self.steps = 0
         self._poisoned = torch.zeros(geometry.num_pages, dtype=torch.bool)
 
     # ------------------------------------------------------------ requests and guides
 
-    @property
-    def prefetch_cap_pages(self) -> int:
-        return -(-int(self.policy.prefetch_cap * self.shape.budget_pages * 1000) // 1000)
+    def tick(self) -> None:
+        """Starts a step: what was selected until now may leave the cache."""
+        for clock in (self.clock, self.clock_before, self.clock_long_ago):
+            clock += 1
+
+    def _set_caps(self) -> None:
+        cap = math.ceil(self.policy.prefetch_cap * self.shape.budget_pages)
+        self.prefetch_cap.fill_(cap if self.policy.prefetch else -1)
+        self.forced_cap.fill_(self.shape.forced_pages if self.policy.prefetch else -1)
 
     def reset_requests(self, req: torch.Tensor) -> None:
         """Forgets predictions of request slots, int [N]: their owner may have changed."""
@@ -102,6 +114,7 @@ class SparseKVRuntime:
         self.transfer = CPU_TRANSFERS[new.transfer](new.seed)
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
+        self._set_caps()
 
     def reset_counters(self) -> None:
         self.cache.counters.zero_()

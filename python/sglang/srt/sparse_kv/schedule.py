@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.sparse_kv.ops.reference import NONE, Fetch, LayerView
+from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
@@ -29,13 +29,12 @@ class Schedule:
 
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
-        runtime.clock += 1
-        runtime.clock_before += 1
+        runtime.tick()
         layers = runtime.geometry.num_layers
         scoped = set(runtime.cache.scoped)
         for layer in range(max(0, layers - runtime.config.lookahead), layers):
-            if layer not in scoped and runtime.policy.prefetch:
-                self._prefetch(layer, step, runtime.predicted[step.req, layer], runtime.clock_before)
+            if layer not in scoped:
+                self._prefetch(layer, step, runtime.predicted[:, layer], step.req, runtime.clock_before)
         for layer in runtime.cache.scoped[:SCOPED_AHEAD]:
             self._begin_scoped(layer, step)
 
@@ -45,10 +44,10 @@ class Schedule:
     def after_selection(self, layer: int, step: DecodeStep, predicted: torch.Tensor) -> None:
         """predicted: int32 [N, H, K] logical pages, best rank first."""
         runtime = self.runtime
-        runtime.predicted[step.req, layer, :, : predicted.shape[2]] = predicted
-        early = layer < runtime.geometry.num_layers - runtime.config.lookahead
-        if early and layer not in runtime.cache.scoped and runtime.policy.prefetch:
-            self._prefetch(layer, step, predicted, runtime.clock)
+        if layer < runtime.geometry.num_layers - runtime.config.lookahead and layer not in runtime.cache.scoped:
+            self._prefetch(layer, step, predicted, None, runtime.clock)
+        else:
+            runtime.predicted[step.req, layer, :, : predicted.shape[2]] = predicted
 
     def after_attention(self, layer: int, step: DecodeStep) -> None:
         scoped = self.runtime.cache.scoped
@@ -67,32 +66,25 @@ class Schedule:
         runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch), urgent=True)
         runtime.transfer.join(lane)
 
-    def _prefetch(self, layer: int, step: DecodeStep, logical: torch.Tensor, stamp: torch.Tensor) -> None:
+    def _prefetch(self, layer: int, step: DecodeStep, logical: torch.Tensor, index, stamp: torch.Tensor) -> None:
+        """logical: int32 [N, H, K], or [slots, H, K] with index int [N]."""
         runtime = self.runtime
-        view, lane = runtime.cache.views[layer], runtime.cache.lanes[layer]
-        pages = self._physical(step, logical)
-        fetch = runtime.ops.plan_prefetch(view, pages, None, stamp, runtime.prefetch_cap_pages)
-        runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch))
+        if runtime.policy.shuffle_predictions:
+            logical, index = (logical.roll(1, 0), None) if index is None else (logical, index.roll(1, 0))
+        view = runtime.cache.views[layer]
+        fetch = runtime.ops.plan_prefetch(
+            view, logical, None, stamp, runtime.prefetch_cap, step.table, step.closed_pages, index
+        )
+        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
 
     def _begin_scoped(self, layer: int, step: DecodeStep) -> None:
         """Empties the layer's ring buffer and starts filling it with forced and predicted pages."""
         runtime = self.runtime
-        view, lane = runtime.cache.views[layer], runtime.cache.lanes[layer]
+        view = runtime.cache.views[layer]
         runtime.ops.clear(view)
-        if not runtime.policy.prefetch:
-            return
+        pages, tokens = step.forced(runtime.shape)  # [N, F]
         heads = runtime.geometry.kv_heads
-        forced, tokens = step.forced(runtime.shape)  # [N, F]
-        forced = forced[:, None, :].expand(-1, heads, -1)
-        tokens = tokens[:, None, :].expand(-1, heads, -1)
-        predicted = self._physical(step, runtime.predicted[step.req, layer])
-        full = torch.full_like(predicted, runtime.geometry.page_size)
-        pages, tokens = torch.cat([forced, predicted], 2), torch.cat([tokens, full], 2)
-        fetch = runtime.ops.plan_prefetch(view, pages, tokens, runtime.clock_before, pages.shape[2])
-        runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch))
-
-    def _physical(self, step: DecodeStep, logical: torch.Tensor) -> torch.Tensor:
-        if self.runtime.policy.shuffle_predictions:
-            logical = logical.roll(1, 0)
-        owned = (logical < step.closed_pages[:, None, None]) & step.active[:, None, None]
-        return self.runtime.ops.lookup(step.table, torch.where(owned, logical, NONE))
+        pages, tokens = (t[:, None, :].expand(-1, heads, -1).contiguous() for t in (pages, tokens))
+        forced = runtime.ops.plan_prefetch(view, pages, tokens, runtime.clock_before, runtime.forced_cap)
+        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, forced))
+        self._prefetch(layer, step, runtime.predicted[:, layer], step.req, runtime.clock_before)

@@ -1,8 +1,8 @@
-"""Who moves bytes between host and cache, and when: the interface and its engines for the CPU.
+"""Who moves bytes between host and cache, and when: the interface and its engines.
 
 A lane is a place that fetches land in (one layer's slots, one staging buffer). `submit` hands over a copy, `join`
-returns when every copy of the lane has landed. Nothing may plan into a lane that has copies in flight, and everything is joined
-before the forward ends: that is all an engine may rely on, and the odd engines here exist to try it.
+returns when every copy of the lane has landed. Nothing may plan into a lane that has copies in flight, and everything
+is joined before the forward ends: that is all an engine may rely on, and the odd engines here exist to try it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+
+import torch
 
 Copy = Callable[[], None]
 
@@ -119,6 +121,44 @@ class SkippedTransfer(PlainTransfer):
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
         pass
+
+
+class StreamTransfer(Transfer):
+    """Copies on a side stream that forks from the current stream at `submit` and rejoins it at `join`.
+
+    Urgent copies run on the current stream itself: whoever submits one waits for it anyway. Works inside a graph
+    capture, where every fork must be joined before the capture ends.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.side = torch.cuda.Stream(device)
+        self.landed: dict[Hashable, torch.cuda.Event] = {}
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+        if urgent:
+            copy()
+            return
+        planned = torch.cuda.Event()
+        planned.record()
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(planned)  # the tables and the descriptors that the copy reads
+            copy()
+            landed = torch.cuda.Event()
+            landed.record()
+        self.landed[lane] = landed
+
+    def join(self, lane: Hashable) -> None:
+        landed = self.landed.pop(lane, None)
+        if landed is not None:
+            torch.cuda.current_stream(self.device).wait_event(landed)
+
+    def join_all(self) -> None:
+        for lane in list(self.landed):
+            self.join(lane)
+
+    def in_flight(self, lane: Hashable) -> bool:
+        return lane in self.landed
 
 
 CPU_TRANSFERS: dict[str, Callable[[int], Transfer]] = {

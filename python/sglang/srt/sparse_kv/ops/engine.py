@@ -15,6 +15,7 @@ OPERATIONS = (
     "plan_prefetch",
     "append",
     "gather",
+    "stage",
     "store_chunk",
     "install",
     "invalidate",

@@ -150,8 +150,8 @@ def _slots_of(view: LayerView, pages: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(view: LayerView, missing: torch.Tensor, pages: torch.Tensor, tokens, by_rank: bool):
-    """The units marked in `missing`, once each: (head, page, tokens), heads ascending, then by page; by_rank: by rank and
-    request.
+    """The units marked in `missing`, once each: (head, page, tokens). Heads ascend, then pages or, by_rank, ranks and
+    requests.
 
     missing bool, pages int32 [N, H, C]; tokens int32 [N, H, C], or None when all are full.
     """
@@ -234,13 +234,21 @@ def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, s
 
 
 def plan_prefetch(
-    view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, cap: int
+    view: LayerView, pages, tokens, step: torch.Tensor, cap: torch.Tensor, table=None, closed=None, index=None
 ) -> Fetch:
     """Enters predicted units that are not resident, best rank first, as far as slots with stamp < step reach.
 
-    pages int32 [N, H, K] in order of rank, NONE padded; cap: units fetched at most per request and head.
-    Resident units are stamped, so that what is predicted stays.
+    pages int32 [N, H, K] in order of rank, NONE padded; tokens int32 [N, H, K] of each, None when all are full.
+    With `table` int32 [N, MP] the pages are logical, and those at or beyond `closed` int [N] are skipped; with `index`
+    int [N], request i's pages are pages[index[i]]. cap: int32 [1], units fetched at most per request and head.
+    Resident units are stamped, so that what is predicted stays. A negative cap switches all of this off.
     """
+    if int(cap) < 0:
+        return Fetch(cap.new_zeros((0, 4)), cap.new_zeros(1))
+    if index is not None:
+        pages = pages[index]
+    if table is not None:
+        pages = lookup(table, torch.where(pages < closed[:, None, None], pages, NONE))
     slots = _slots_of(view, pages)
     _, head, _ = place = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[place].long()
@@ -285,6 +293,11 @@ def gather(view: LayerView, fetch: Fetch) -> None:
     view.kv[full[:, 1], full[:, 2]] = view.host[full[:, 0], full[:, 1]].to(view.kv.device)
     for page, head, slot, tokens in units[units[:, 3] < page_size].tolist():
         view.kv[head, slot, :, :tokens] = view.host[page, head, :, :tokens].to(view.kv.device)
+
+
+def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies whole host pages, int [M], into target [M, H, 2, P, D] on the device."""
+    target.copy_(view.host[pages.long()])
 
 
 def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
@@ -341,10 +354,12 @@ def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Te
 def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
     """Enters pages of a prefill chunk into slots with stamp < step, the last pages first, as far as slots reach.
 
-    pages int [M] not resident, tokens int [M] of each. Returns what to copy (from the host, which holds the chunk).
+    pages int [M], tokens int [M] of each; resident ones are left alone. Returns what to copy (from the host, which
+    holds the chunk).
     """
     heads = view.stamp.shape[0]
-    pages, tokens = pages.flip(0), tokens.flip(0)
+    absent = (view.slot_of[:, pages.long()] < 0).all(0)
+    pages, tokens = pages[absent].flip(0), tokens[absent].flip(0)
     head = torch.arange(heads, device=pages.device).repeat_interleave(pages.numel())
     before = view.counters.clone()
     fetch = _enter(view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False)
