@@ -6,13 +6,12 @@ plugin is loaded.
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import os
+import sys
 
 SGLANG_VERSION = "0.5.17"
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_OVERLAY = os.path.join(_HERE, "sglang")
+_OVERLAY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sglang")
 
 
 def register() -> None:
@@ -63,13 +62,40 @@ def run_scheduler_process(inner, refused, server_args, *args, **kwargs) -> None:
 
 
 def find_overlay() -> None:
-    """Make ``sglang.srt.sparse_kv`` importable where SGLang's own files lie elsewhere.
+    """Make ``sglang.srt.sparse_kv`` importable where neither the folders nor the start-up file already do.
 
-    A regular install puts our files among SGLang's and needs no help, nor does an editable install of ours. Two cases
-    remain: this file run from a source tree on the path, and an SGLang that is itself installed editable.
+    That is so when this file is run from a source tree on the path.
     """
     import sglang.srt
 
     if importlib.util.find_spec("sglang.srt.sparse_kv") is None:
         # A plain list: Python would rebuild its own kind of path, and forget ours, when it looks for packages again.
         sglang.srt.__path__ = [*sglang.srt.__path__, os.path.join(_OVERLAY, "srt")]
+
+
+def keep_sglang_importable() -> None:
+    """Called at every start of Python, by ``sglang_dualdecoder.pth``: see that ``sglang`` means SGLang.
+
+    Where SGLang's files lie elsewhere, our folder ``sglang`` holds no ``__init__.py``, and Python takes it for a
+    package of its own before it asks how an editable install is found.
+    """
+    if os.path.isdir(_OVERLAY) and not os.path.isfile(os.path.join(_OVERLAY, "__init__.py")):
+        sys.meta_path.insert(0, _SGLangElsewhere)
+
+
+class _SGLangElsewhere:
+    """Finds SGLang itself wherever it is, and lets its folders continue in ours."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "sglang":
+            return None
+        for finder in sys.meta_path:
+            if finder is _SGLangElsewhere:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.origin is not None:
+                if _OVERLAY not in spec.submodule_search_locations:
+                    spec.submodule_search_locations.append(_OVERLAY)
+                return spec
+        return None

@@ -76,7 +76,6 @@ def host_budget(original: Callable, self: Any, pre_model_load_memory: int) -> in
     available = original(self, pre_model_load_memory)
     with _refusing():
         plan = plan_for_configurator(self, available)
-    logger.info("%s", plan.table())
     return plan.host_bytes
 
 
