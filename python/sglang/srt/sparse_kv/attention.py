@@ -35,19 +35,12 @@ class SparseKVAttnBackend(AttentionBackend):
     # ------------------------------------------------------------ once a forward
 
     def init_forward_metadata(self, forward_batch) -> None:
+        """An eager forward."""
         if self.runtime.policy.poison:
             self._poison_freed()
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
-            self.step = DecodeStep.build(
-                self.runtime.geometry,
-                self.runtime.shape,
-                self.runtime.rows,
-                self.req_to_token_pool.req_to_token,
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-            )
-            self.runtime.schedule.begin_step(self.step)
+            self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
             self.prefill.begin(
                 self.req_to_token_pool.req_to_token,
@@ -58,6 +51,19 @@ class SparseKVAttnBackend(AttentionBackend):
             )
         elif not mode.is_idle():
             raise RuntimeError(f"forward mode {mode.name} is not part of sparse KV serving")
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        """A decode step's state and its first fetches; recorded into the CUDA graph, where lengths are the moment's."""
+        if forward_batch.forward_mode.is_target_verify():
+            self.step = DecodeStep.build(
+                self.runtime.geometry,
+                self.runtime.shape,
+                self.runtime.rows,
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+            )
+            self.runtime.schedule.begin_step(self.step)
 
     def _poison_freed(self) -> None:
         allocator = self.allocator

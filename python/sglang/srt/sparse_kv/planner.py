@@ -16,6 +16,10 @@ GIB = 1 << 30
 CPU_HOST_BYTES = 2 * 10**9
 CPU_CACHE_BYTES = 1 << 30
 DEFAULT_MAX_RUNNING_CPU = 8
+DEFAULT_MAX_RUNNING_CUDA = 128
+STAGING_TOKENS_CPU = 1024  # of each of the two staging slots
+STAGING_TOKENS_CUDA = 8192
+SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 HOST_SHARE = 0.8  # of available host memory, at most
 
 
@@ -29,6 +33,7 @@ class Plan:
     slots: int
     prefetch_headroom: int
     shape: SelectionShape
+    staging_tokens: int  # of each of the two staging slots of prefill
     device_bytes: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,29 +61,43 @@ def largest_batch(slots: int, shape: SelectionShape, max_pages: int, headroom: i
     return max(0, (slots - headroom) // (min(shape.width, max_pages) + 1))
 
 
-def device_bytes(geometry: Geometry, slots: int, config: SparseKVConfig, shape: SelectionShape) -> dict[str, int]:
-    """Bytes of everything on the device, by purpose."""
+def device_bytes(
+    geometry: Geometry, slots: int, config: SparseKVConfig, shape: SelectionShape, cuda: bool = False
+) -> dict[str, int]:
+    """Bytes of everything on the device, by purpose. cuda: with the scratch of the CUDA engine."""
     buffers = num_buffers(geometry, config)
     per_buffer = geometry.kv_heads * slots
-    return {
+    sizes = {
         "page cache": buffers * per_buffer * geometry.unit_bytes,
         "landmarks": geometry.num_layers * geometry.num_pages * geometry.kv_heads * geometry.landmark_bytes,
-        "unit tables": buffers * (geometry.kv_heads * geometry.num_pages * 4 + per_buffer * 9),
+        "unit tables": buffers * (geometry.kv_heads * geometry.num_pages * 4 + per_buffer * SLOT_STATE_BYTES),
         "predictions": (geometry.max_requests + 1) * geometry.num_layers * geometry.kv_heads * shape.budget_pages * 4,
-        "prefill staging": staging_bytes(geometry),
+        "prefill staging": 2 * staging_tokens(cuda) * geometry.kv_heads * geometry.unit_bytes // geometry.page_size,
     }
+    if cuda:
+        sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
+    return sizes
 
 
-STAGING_TOKENS = 1024  # of each of the two staging slots
+def staging_tokens(cuda: bool) -> int:
+    return STAGING_TOKENS_CUDA if cuda else STAGING_TOKENS_CPU
 
 
-def staging_bytes(geometry: Geometry) -> int:
-    return 2 * STAGING_TOKENS * geometry.kv_heads * 2 * geometry.head_dim * geometry.dtype.itemsize
+def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionShape) -> int:
+    """Bytes that the CUDA engine's kernels and FlashInfer work in."""
+    lines = geometry.max_requests * config.rows * geometry.kv_heads * geometry.group
+    scores = lines * geometry.max_pages * 4
+    lists = geometry.kv_heads * max(geometry.max_requests * shape.width, STAGING_TOKENS_CUDA // geometry.page_size) * 20
+    return scores + lists + FLASHINFER_BYTES
+
+
+FLASHINFER_BYTES = (128 + 4 * 24) << 20  # partial results, and a plan for each batch size that is captured
 
 
 def slots_for(cache_bytes: int, geometry: Geometry, config: SparseKVConfig) -> int:
     """Slots per layer and kv head that `cache_bytes` buy."""
-    return cache_bytes // (num_buffers(geometry, config) * geometry.kv_heads * geometry.unit_bytes)
+    per_slot = geometry.unit_bytes + SLOT_STATE_BYTES
+    return cache_bytes // (num_buffers(geometry, config) * geometry.kv_heads * per_slot)
 
 
 def num_buffers(geometry: Geometry, config: SparseKVConfig) -> int:
@@ -93,6 +112,7 @@ def plan(
     cache_bytes: int,
     host_bytes: int,
     requested_running: int,
+    cuda: bool = False,
 ) -> Plan:
     """Applies the capacity rule to what there is.
 
@@ -130,7 +150,8 @@ def plan(
         slots=slots,
         prefetch_headroom=headroom,
         shape=shape,
-        device_bytes=device_bytes(settled, slots, config, shape),
+        staging_tokens=staging_tokens(cuda),
+        device_bytes=device_bytes(settled, slots, config, shape, cuda),
     )
 
 
@@ -174,6 +195,14 @@ def config_of(server_args) -> SparseKVConfig:
     return SparseKVConfig.from_dict(server_args._sparse_kv)
 
 
+def fixed_bytes(config: SparseKVConfig, geometry: Geometry, host_bytes: int, running: int, cuda: bool) -> int:
+    """Device bytes that do not depend on the number of slots."""
+    page_bytes = geometry.num_layers * geometry.kv_heads * geometry.unit_bytes
+    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_bytes // page_bytes + 1)
+    shape = SelectionShape.from_tokens(geometry.page_size, config.budget, config.sinks, config.window)
+    return sum(device_bytes(settled, 0, config, shape, cuda).values())
+
+
 def plan_for_configurator(configurator, available_device_bytes: int) -> Plan:
     """Plans this rank's memory. available_device_bytes: what SGLang found free for KV. Raises ValueError."""
     global _current
@@ -191,14 +220,21 @@ def plan_for_configurator(configurator, available_device_bytes: int) -> Plan:
             "; lower it"
         )
     host //= max(1, server_args.tp_size)
-    if config.cache_memory == "auto":
-        cache = CPU_CACHE_BYTES if on_cpu else available_device_bytes
-    else:
-        cache = parse_size(config.cache_memory, total=available_device_bytes, name="cache_memory")
-    running = server_args.max_running_requests or (DEFAULT_MAX_RUNNING_CPU if on_cpu else 256)
+    running = server_args.max_running_requests or (DEFAULT_MAX_RUNNING_CPU if on_cpu else DEFAULT_MAX_RUNNING_CUDA)
     geometry = geometry_of(configurator)
     if server_args.max_total_tokens:
         token_bytes = geometry.num_layers * geometry.kv_heads * geometry.unit_bytes // geometry.page_size
         host = min(host, server_args.max_total_tokens * token_bytes)
-    _current = plan(config, geometry, cache, host, running)
+    cache = available_device_bytes - fixed_bytes(config, geometry, host, running, cuda=not on_cpu)
+    if config.cache_memory != "auto":
+        wanted = parse_size(config.cache_memory, total=available_device_bytes, name="cache_memory")
+        if not on_cpu and wanted > cache:
+            raise ValueError(
+                f"cache_memory asks for {wanted / 1e9:.2f} GB and {cache / 1e9:.2f} GB of device memory are left "
+                "beside landmarks and scratch; lower it, raise --mem-fraction-static or lower --sparse-kv-host-memory"
+            )
+        cache = wanted
+    elif on_cpu:
+        cache = CPU_CACHE_BYTES
+    _current = plan(config, geometry, cache, host, running, cuda=not on_cpu)
     return _current

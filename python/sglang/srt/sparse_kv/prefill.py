@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.sparse_kv.ops.reference import physical_pages
-from sglang.srt.sparse_kv.planner import STAGING_TOKENS
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
 
@@ -35,7 +34,7 @@ class Prefill:
     def __init__(self, runtime: SparseKVRuntime):
         self.runtime = runtime
         geometry = runtime.geometry
-        self.block_pages = STAGING_TOKENS // geometry.page_size
+        self.block_pages = runtime.plan.staging_tokens // geometry.page_size
         self.staging = torch.zeros(
             (2, self.block_pages, geometry.kv_heads, 2, geometry.page_size, geometry.head_dim),
             dtype=geometry.dtype,

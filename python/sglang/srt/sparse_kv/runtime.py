@@ -16,11 +16,13 @@ from sglang.srt.sparse_kv.planner import Plan
 from sglang.srt.sparse_kv.policy import Policy
 from sglang.srt.sparse_kv.schedule import Schedule
 from sglang.srt.sparse_kv.step import DecodeStep
-from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, Transfer
+from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, StreamTransfer, Transfer
 
 FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positive stamp
 LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
 POISON = 3.0e4
+# Policy that decides what is launched, so that captured graphs fix it.
+CAPTURED = ("budget", "residency", "shuffle_predictions", "skip_write_through", "skip_invalidation", "check", "poison")
 
 
 class SparseKVRuntime:
@@ -45,7 +47,8 @@ class SparseKVRuntime:
         self.cache = PageCache(
             geometry, host, self.landmarks, plan.slots, config.residency, config.ring, both_modes=config.debug
         )
-        self.transfer: Transfer = CPU_TRANSFERS["plain"](config.seed)
+        self.device = device
+        self.transfer = self._transfer("plain", config.seed)
         self.schedule = Schedule(self)
         # Row 0 is SGLang's padding row. Logical pages, best rank first.
         self.predicted = torch.full(
@@ -107,14 +110,26 @@ class SparseKVRuntime:
                 f"sparse_kv policy cache_slots must be within {shape.width} (one selection) and {self.plan.slots} "
                 f"(allocated), got {new.cache_slots}"
             )
+        captured = [name for name in CAPTURED if getattr(new, name) != getattr(self.policy, name)]
+        if captured and self.device.type == "cuda":
+            raise ValueError(f"sparse_kv policy {', '.join(captured)} is part of the CUDA graphs; restart to change it")
+        transfer = self._transfer(new.transfer, new.seed)
         if new.residency != self.policy.residency:
             self.cache.set_residency(new.residency)
         self.cache.limit_slots(new.cache_slots)
         self.transfer.join_all()
-        self.transfer = CPU_TRANSFERS[new.transfer](new.seed)
+        self.transfer = transfer
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
         self._set_caps()
+
+    def _transfer(self, name: str, seed: int) -> Transfer:
+        if self.device.type == "cpu":
+            return CPU_TRANSFERS[name](seed)
+        if name not in ("plain", "oracle"):
+            raise ValueError(f"sparse_kv policy transfer {name} exists on the CPU engine only; use plain or oracle")
+        self.ops.skip_copies(self.device, name == "oracle")
+        return StreamTransfer(self.device)
 
     def reset_counters(self) -> None:
         self.cache.counters.zero_()
