@@ -90,6 +90,12 @@ def test_imports_go_down(path):
     assert not above, f"{module or PACKAGE_NAME} imports {sorted(above)} from a floor above"
 
 
+def test_the_documentation_shows_the_same_floors():
+    table = (REPOSITORY / "docs" / "architecture.md").read_text().split("\n## Rooms\n")[1].split("\n| ")[2:]
+    shown = tuple(set(row.split(" | ")[0].replace("`", "").split()) for row in table)
+    assert shown == FLOORS, "bring the table in docs/architecture.md and FLOORS together"
+
+
 def test_the_platform_knows_nothing_of_the_plugin():
     for path in sorted((REPOSITORY / "python" / "cpu_platform").rglob("*.py")):
         assert "sparse_kv" not in path.read_text(), f"{path.name} of the CPU platform refers to sparse_kv"
