@@ -67,10 +67,18 @@ class Rig:
         empty = torch.zeros(0, g.kv_heads, g.head_dim)
         self.history[req] = [(empty, empty) for _ in range(g.num_layers)]
 
+    def fork(self, req: int, parent: int, tokens: int) -> None:
+        """Starts a request on the first `tokens` of another's, as a radix hit does: whole pages, shared."""
+        page = self.geometry.page_size
+        assert tokens % page == 0 and tokens <= self.length(parent)
+        self.owned[req] = self.owned[parent][: tokens // page]
+        self.req_to_token[req, :tokens] = self.req_to_token[parent, :tokens]
+        self.history[req] = [(keys[:tokens], values[:tokens]) for keys, values in self.history[parent]]
+
     def finish(self, req: int) -> None:
-        self.free = (
-            self.owned.pop(req)[::-1] + self.free if self.runtime.policy.seed % 2 else self.free + self.owned.pop(req)
-        )
+        pages, shared = self.owned.pop(req), {page for owned in self.owned.values() for page in owned}
+        pages = [page for page in pages if page not in shared]
+        self.free = pages[::-1] + self.free if self.runtime.policy.seed % 2 else self.free + pages
         del self.history[req]
 
     def extend(self, extends: dict[int, int]) -> list[torch.Tensor]:
@@ -107,8 +115,9 @@ class Rig:
         g, rows = self.geometry, self.runtime.rows
         for r in reqs:
             self.grow(r, self.length(r) + 2)
-        lengths = torch.tensor([self.length(r) for r in reqs])
-        step = DecodeStep.build(g, self.runtime.shape, rows, self.req_to_token, torch.tensor(reqs), lengths)
+        lengths = torch.tensor([self.length(r) for r in reqs], dtype=torch.int64)
+        req = torch.tensor(reqs, dtype=torch.int64)
+        step = DecodeStep.build(g, self.runtime.shape, rows, self.req_to_token, req, lengths)
         self.runtime.schedule.begin_step(step)
         outs = []
         n = len(reqs)

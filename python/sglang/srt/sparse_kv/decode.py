@@ -16,9 +16,10 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     geometry, shape, ops, schedule = runtime.geometry, runtime.shape, runtime.ops, runtime.schedule
     rows, policy = runtime.rows, runtime.policy
     view = runtime.cache.views[layer]
-    q = q.view(-1, rows, geometry.kv_heads, geometry.group, geometry.head_dim)
-    k = k.view(-1, rows, geometry.kv_heads, geometry.head_dim)
-    v = v.view(-1, rows, geometry.kv_heads, geometry.head_dim)
+    n = k.shape[0] // rows
+    q = q.view(n, rows, geometry.kv_heads, geometry.group, geometry.head_dim)
+    k = k.view(n, rows, geometry.kv_heads, geometry.head_dim)
+    v = v.view(n, rows, geometry.kv_heads, geometry.head_dim)
 
     schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
     ops.append(
@@ -44,4 +45,4 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     schedule.after_attention(layer, step)
     if layer == geometry.num_layers - 1:
         schedule.end_step()
-    return out.view(-1, geometry.kv_heads * geometry.group, geometry.head_dim)
+    return out.view(n * rows, geometry.kv_heads * geometry.group, geometry.head_dim)

@@ -52,6 +52,8 @@ class Schedule:
     def after_attention(self, layer: int, step: DecodeStep) -> None:
         scoped = self.runtime.cache.scoped
         if layer in scoped:
+            # Here rather than when the next layer begins: what was fetched in vain is counted to the layer it was for.
+            self.runtime.ops.clear(self.runtime.cache.views[layer])
             following = scoped.index(layer) + SCOPED_AHEAD
             if following < len(scoped):
                 self._begin_scoped(scoped[following], step)
@@ -78,13 +80,13 @@ class Schedule:
         runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
 
     def _begin_scoped(self, layer: int, step: DecodeStep) -> None:
-        """Empties the layer's ring buffer and starts filling it with forced and predicted pages."""
+        """Starts filling the layer's ring buffer, left empty by the layer before: forced pages, then predicted."""
         runtime = self.runtime
         view = runtime.cache.views[layer]
-        runtime.ops.clear(view)
         pages, tokens = step.forced(runtime.shape)  # [N, F]
         heads = runtime.geometry.kv_heads
         pages, tokens = (t[:, None, :].expand(-1, heads, -1).contiguous() for t in (pages, tokens))
         forced = runtime.ops.plan_prefetch(view, pages, tokens, runtime.clock_before, runtime.forced_cap)
         runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, forced))
+        # These are in flight while the predicted are planned; they share one stamp, so none takes another's slot.
         self._prefetch(layer, step, runtime.predicted[:, layer], step.req, runtime.clock_before)

@@ -1,7 +1,7 @@
 """Who moves bytes between host and cache, and when: the interface and its engines.
 
 A lane is a place that fetches land in (one layer's slots, one staging buffer). `submit` hands over a copy, `join`
-returns when every copy of the lane has landed. Nothing may plan into a lane that has copies in flight, and everything
+returns when every copy of the lane has landed. No slot changes owner while a copy into it is in flight, and everything
 is joined before the forward ends: that is all an engine may rely on, and the odd engines here exist to try it.
 """
 
