@@ -89,7 +89,7 @@ class SparseKVConfig:
         window: most recent tokens that are always attended.
         prefetch: fetch predicted pages ahead of their layer.
         lookahead: how many layers ahead a fetch starts.
-        prefetch_cap: most pages fetched ahead per request, layer, kv head and step, in budgets.
+        prefetch_cap: most pages fetched ahead per request, layer, kv head and step, as a share of the budget, 0..1.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
         ring: layer-sized buffers that the non-resident layers share, 2..4.
         landmark_dtype: "auto" or the dtype that page summaries are kept in.
@@ -130,7 +130,7 @@ class SparseKVConfig:
         for key in values:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(names)}."
+                hint = f"perhaps {near[0]!r} was meant." if near else f"known keys are {', '.join(names)}."
                 raise ValueError(f"{key!r} is no sparse KV setting; {hint}")
         values = dict(values)
         if isinstance(values.get("residency"), (list, tuple)):
@@ -174,7 +174,7 @@ class SparseKVConfig:
         _check_int("lookahead", self.lookahead, low=1)
         _check_int("ring", self.ring, low=2, high=4)
         _check_int("seed", self.seed, low=0, high=2**63 - 1)
-        _check_number("prefetch_cap", self.prefetch_cap, low=0)
+        _check_number("prefetch_cap", self.prefetch_cap, low=0, high=1)
         _check_choice("guide", self.guide, _GUIDES)
         _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
         for name in ("prefetch", "coupled_sampling", "debug"):

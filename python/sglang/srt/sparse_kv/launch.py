@@ -62,7 +62,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(str(error).rstrip(".") + ".") from error
 
 
 def no_draft_pool(*, draft_worker: Any, spec_algorithm: Any, server_args: Any) -> None:
