@@ -1,0 +1,148 @@
+"""Attention of the CUDA engine: FlashInfer over the selected pages, our kernels around it.
+
+Each (request, kv head) is one sequence of FlashInfer's decode wrapper, with the query heads of both rows. The wrapper is
+planned once per batch size for the longest selection; a kernel writes the lengths of the moment, so that a captured
+graph needs no host.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from sglang.srt.sparse_kv.ops import abi
+from sglang.srt.sparse_kv.ops.launching import contiguous, inner_contiguous, ints, launch, pointer, view_of
+from sglang.srt.sparse_kv.ops.reference import LayerView
+from sglang.srt.sparse_kv.ops.workspace import Workspace, workspace
+
+FLOAT_WORKSPACE = 128 << 20
+INT_WORKSPACE = 4 << 20
+
+
+class AttendPlan:
+    """FlashInfer's wrapper and the buffers it reads, for one batch size and selection width."""
+
+    def __init__(
+        self, space: Workspace, requests: int, heads: int, q_heads: int, width: int, view: LayerView, scale: float
+    ):
+        device = space.device
+        sequences = requests * heads
+        self.indptr = torch.arange(sequences + 1, dtype=torch.int32, device=device) * width
+        self.indices = torch.zeros(sequences * width, dtype=torch.int32, device=device)
+        page_size, dim = view.kv.shape[3:]
+        self.last_page = torch.full((sequences,), page_size, dtype=torch.int32, device=device)
+        self.page_size, self.scale = page_size, scale
+        self.wrapper = self._plan(space, q_heads, dim, view.kv.dtype) if device.type == "cuda" else None
+
+    def _plan(self, space: Workspace, q_heads: int, dim: int, dtype: torch.dtype):
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        # Split attention keeps partial results here. FlashInfer wants it zeroed before its first use.
+        floats = space.plans.get("floats")
+        if floats is None:
+            floats = space.plans["floats"] = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=space.device)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            floats,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=self.indptr,
+            paged_kv_indices_buffer=self.indices,
+            paged_kv_last_page_len_buffer=self.last_page,
+            backend="fa2",
+        )
+        wrapper.reset_workspace_buffer(floats, torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=space.device))
+        wrapper.plan(
+            self.indptr.cpu(),
+            self.indices.clone(),
+            self.last_page.cpu(),
+            q_heads,
+            1,
+            dim,
+            self.page_size,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            sm_scale=self.scale,
+        )
+        return wrapper
+
+    def run(self, q: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [sequences, q_heads, D]; units [slots of all heads, 2, P, D]. Returns (out, lse float32 base 2)."""
+        # Launch overlap stays off: FlashInfer reads the lengths before it waits for the kernel that writes them.
+        return self.wrapper.run(q, units.unsqueeze(3), return_lse=True, enable_pdl=False)
+
+
+def attend_plan(view: LayerView, requests: int, q_heads: int, width: int, scale: float) -> AttendPlan:
+    """The plan for a batch, made when first asked for, which must be outside a graph capture. Raises RuntimeError."""
+    space = workspace(view.kv.device)
+    heads, _, _, page_size, dim = view.kv.shape
+    key = ("attend", requests, heads, q_heads, width, page_size, dim, view.kv.dtype, scale)
+    plan = space.plans.get(key)
+    if plan is None:
+        if space.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"attention for {requests} requests was not planned before the CUDA graph capture")
+        plan = space.plans[key] = AttendPlan(space, requests, heads, q_heads, width, view, scale)
+    return plan
+
+
+def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
+    """As reference_attention.attend; rows of padded requests are zero, or junk when R == 1."""
+    n, rows, heads, group, dim = q.shape
+    capacity, page_size = view.kv.shape[1], view.kv.shape[3]
+    slots = contiguous(slots, "slots", torch.int32)
+    if n == 0:
+        return torch.empty_like(q)
+    plan = attend_plan(view, n, rows * group, slots.shape[2], scale)
+    flat = inner_contiguous(q.reshape(n * rows, heads, group, dim), "q", view.kv.dtype)
+    kernel_view = view_of(view)
+    args = abi.Attend(
+        q=pointer(flat),
+        stride_q=flat.stride(0),
+        slots=pointer(slots),
+        num_pages=ints(num_pages, "num_pages"),
+        last_tokens=ints(last_tokens, "last_tokens"),
+        indptr=pointer(plan.indptr),
+        indices=pointer(plan.indices),
+        last_page=pointer(plan.last_page),
+        scale=scale,
+        n=n,
+        rows=rows,
+        group=group,
+        width=slots.shape[2],
+    )
+    ordered = flat.view(n * heads, group, dim) if rows == 1 and flat.is_contiguous() else None
+    if ordered is None:
+        ordered = torch.empty((n * heads, rows * group, dim), dtype=q.dtype, device=q.device)
+        args.q_out = pointer(ordered)
+    launch("attend_prepare", q.device, kernel_view, args)
+    partial, lse = plan.run(ordered, view.kv.view(heads * capacity, 2, page_size, dim))
+    if rows == 1:
+        return partial.view(n, 1, heads, group, dim)
+    k_row1 = inner_contiguous(k_row1, "k_row1", view.kv.dtype)
+    v_row1 = inner_contiguous(v_row1, "v_row1", view.kv.dtype)
+    out = torch.empty((n, rows, heads, group, dim), dtype=q.dtype, device=q.device)
+    args.k_row1, args.stride_k = pointer(k_row1), k_row1.stride(0)
+    args.v_row1, args.stride_v = pointer(v_row1), v_row1.stride(0)
+    args.partial, args.lse, args.out = pointer(partial), pointer(lse), pointer(out)
+    launch("attend_finish", q.device, kernel_view, args)
+    return out
+
+
+def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """As reference_attention.attend_block, by FlashInfer."""
+    from flashinfer import single_prefill_with_kv_cache
+
+    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [B, H, D]
+    if k.stride() != v.stride() or k.stride(2) != 1:
+        k, v = k.contiguous(), v.contiguous()  # one stride serves both
+    out, lse = single_prefill_with_kv_cache(
+        q.contiguous(), k, v, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True, backend="fa2"
+    )
+    return out, lse * math.log(2)
+
+
+def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
+    """As reference_attention.merge, weighted in float32."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = torch.exp(lse_a - lse)[..., None], torch.exp(lse_b - lse)[..., None]
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse

@@ -1,0 +1,369 @@
+"""The CUDA engine: the operations of reference.py by the kernels of csrc/sparse_kv, same names and meaning.
+
+Nothing here waits for the device, and everything may be captured into a CUDA graph after one run outside it. Integer
+tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order;
+`gather` and `stage` only move bytes and may run on another stream.
+
+Beyond the reference:
+* `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the
+  reference's tensor of it.
+* `resolve(..., move=True)` also brings the missing units, in the same launch.
+* `plan_prefetch(..., table=, closed=, index=)` takes logical pages and looks them up itself.
+* A selection that does not fit sets a flag instead of raising: `workspace(device).check()` raises later.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from sglang.srt.sparse_kv.ops import abi, build
+from sglang.srt.sparse_kv.ops.attend import attend, attend_block, merge
+from sglang.srt.sparse_kv.ops.launching import (
+    capturing_safe,
+    contiguous,
+    inner_contiguous,
+    ints,
+    launch,
+    pointer,
+    view_of,
+)
+from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Selection
+from sglang.srt.sparse_kv.ops.workspace import chunks, workspace
+
+__all__ = [
+    "append",
+    "attend",
+    "attend_block",
+    "check",
+    "clear",
+    "gather",
+    "install",
+    "invalidate",
+    "lookup",
+    "merge",
+    "physical_pages",
+    "plan_prefetch",
+    "resolve",
+    "score",
+    "select",
+    "stage",
+    "store_chunk",
+    "write_token",
+]
+
+# Blocks of a mover. Two with the bulk copy engine fill PCIe 5 with 8 KB units; loads and stores need more.
+MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "2"))
+MOVER_BLOCKS_SMALL_UNITS = 4  # below 8 KB
+MOVER_BLOCKS_PLAIN = 16
+MAX_BUDGET_PAGES = 1024
+RESOLVE, PREFETCH, INSTALL = range(3)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@lru_cache
+def _mover_blocks(device: torch.device, unit_bytes: int) -> int:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        return MOVER_BLOCKS_PLAIN
+    return MOVER_BLOCKS if unit_bytes >= 8192 else max(MOVER_BLOCKS, MOVER_BLOCKS_SMALL_UNITS)
+
+
+@dataclass
+class DeviceFetch(Fetch):
+    """A Fetch whose count only the device knows. ahead: a prefetch, which lets misses go first; moved: done already."""
+
+    ahead: bool = False
+    moved: bool = False
+
+
+# ---------------------------------------------------------------- scores and selection
+
+
+def physical_pages(req_to_token, req_indices, page_size: int, max_pages: int) -> torch.Tensor:
+    """Page table of a batch, as reference.physical_pages."""
+    width = min(max_pages, -(-req_to_token.shape[1] // page_size))
+    out = torch.empty((req_indices.shape[0], width), dtype=torch.int32, device=req_to_token.device)
+    table = contiguous(req_to_token, "req_to_token", torch.int32)
+    args = abi.Lookup(
+        ints(req_indices, "req_indices"), pointer(table), table.shape[1], pointer(out), out.shape[0], width, page_size
+    )
+    launch("lookup", out.device, args)
+    return out
+
+
+def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
+    """Physical pages of logical ones, as reference.lookup."""
+    out = torch.empty(logical.shape, dtype=torch.int32, device=table.device)
+    source = ints(logical, "logical")
+    table = contiguous(table, "table", torch.int32)
+    width = logical[0].numel() if logical.shape[0] else 0
+    launch(
+        "lookup", out.device, abi.Lookup(source, pointer(table), table.shape[1], pointer(out), out.shape[0], width, 0)
+    )
+    return out
+
+
+@dataclass
+class Scores:
+    """Scores not yet normalised, in the workspace: valid until the next score."""
+
+    logits: torch.Tensor
+    partials: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    shape: tuple[int, int, int, int, int]  # N, R, H, G, MP
+
+    def _arguments(self) -> abi.Select:
+        n, rows, heads, group, width = self.shape
+        return abi.Select(
+            logits=pointer(self.logits),
+            partials=pointer(self.partials),
+            lo=ints(self.lo, "lo"),
+            hi=ints(self.hi, "hi"),
+            table_width=width,
+            n=n,
+            rows=rows,
+            heads=heads,
+            group=group,
+        )
+
+    def dense(self) -> torch.Tensor:
+        """float32 [N, R, H, MP], what reference.score returns."""
+        n, rows, heads, _, width = self.shape
+        out = torch.empty((n, rows, heads, width), dtype=torch.float32, device=self.logits.device)
+        args = self._arguments()
+        args.dense = pointer(out)
+        launch("dense_scores", out.device, args)
+        return out
+
+
+def score(q, landmarks, table, lo, hi, scale: float) -> Scores:
+    """As reference.score, normalised later: see Scores."""
+    n, rows, heads, group, dim = q.shape
+    width = table.shape[1]
+    if group > 32:
+        raise ValueError(f"score: at most 32 query heads per kv head, got {group}")
+    if dim % 8:
+        raise ValueError(f"score: head_dim must be a multiple of 8, got {dim}")
+    space = workspace(q.device)
+    logits, partials = space.scores(n, rows, heads, group, width)
+    rows_q = inner_contiguous(q.reshape(n * rows, heads, group, dim) if n else q[:, 0], "q")
+    table = contiguous(table, "table", torch.int32)
+    contiguous(landmarks, "landmarks")
+    blocks = min(4 * _multiprocessors(q.device), max(1, n * heads * chunks(width) // 4 + 1))
+    view = abi.View(
+        landmarks=pointer(landmarks),
+        heads=heads,
+        pages=landmarks.shape[0],
+        head_dim=dim,
+        landmark_dtype=abi.DTYPES[landmarks.dtype],
+    )
+    args = abi.Score(
+        q=pointer(rows_q),
+        stride_q=rows_q.stride(0),
+        q_dtype=abi.DTYPES[rows_q.dtype],
+        table=pointer(table),
+        table_width=width,
+        lo=ints(lo, "lo"),
+        hi=ints(hi, "hi"),
+        logits=pointer(logits),
+        partials=pointer(partials),
+        scale=scale,
+        n=n,
+        rows=rows,
+        group=group,
+        blocks=blocks if n else 0,
+    )
+    launch("score", q.device, view, args)
+    return Scores(logits, partials, lo, hi, (n, rows, heads, group, width))
+
+
+def select(scores, table, length, active, shape, budget_pages: int) -> Selection:
+    """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]."""
+    if budget_pages > MAX_BUDGET_PAGES:
+        raise ValueError(f"select: at most {MAX_BUDGET_PAGES} pages of budget, got {budget_pages}")
+    device = table.device
+    if isinstance(scores, Scores):
+        args = scores._arguments()
+    else:
+        dense = contiguous(scores, "scores", torch.float32)
+        n, rows, heads, width = dense.shape
+        args = abi.Select(scores=pointer(dense), table_width=width, n=n, rows=rows, heads=heads, group=1)
+    n, rows, heads, width = args.n, args.rows, args.heads, args.table_width
+    table = contiguous(table, "table", torch.int32)
+    if table.shape != (n, width):
+        raise ValueError(f"select: table must be [{n}, {width}], got {list(table.shape)}")
+    pages = torch.empty((n, heads, shape.width), dtype=torch.int32, device=device)
+    num_pages = torch.empty(n, dtype=torch.int32, device=device)
+    predicted = torch.empty((n, heads, budget_pages), dtype=torch.int32, device=device)
+    if keys_in_global_memory(device, width):
+        args.keys = pointer(workspace(device).buffer("keys", n * rows * heads * width, torch.int32))
+    args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)
+    args.pages, args.num_pages, args.predicted = pointer(pages), pointer(num_pages), pointer(predicted)
+    args.page_size, args.sinks, args.window = shape.page_size, shape.sink_pages, shape.window
+    args.budget, args.width = budget_pages, shape.width
+    launch("select", device, args)
+    return Selection(pages, num_pages, predicted)
+
+
+@lru_cache
+def keys_in_global_memory(device: torch.device, width: int) -> bool:
+    """Whether a row of scores is too wide for shared memory."""
+    limit = 227 * 1024
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return build.library().skv_select_shared(width) + 4 * width + 1024 > limit
+
+
+# ---------------------------------------------------------------- the page cache's tables
+
+
+def _resolve(view: LayerView, pages, tokens, step, mode: int, shape: tuple[int, int], strides, **fields) -> DeviceFetch:
+    """shape: requests and pages per request and head; strides: of `pages` over requests and heads."""
+    heads, slots = view.stamp.shape
+    n, width = shape
+    device = view.stamp.device
+    work = workspace(device).work(heads, max(n * width, 1))
+    units = torch.empty((max(heads * min(n * width, slots), 1), 4), dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    args = abi.Resolve(
+        pages=ints(pages, "pages"),
+        tokens=ints(tokens, "tokens"),
+        stride_n=strides[0],
+        stride_head=strides[1],
+        units=pointer(units),
+        count=pointer(count),
+        step=pointer(contiguous(step, "step", torch.int32)),
+        n=n,
+        width=width,
+        mode=mode,
+        **fields,
+    )
+    launch("resolve", device, view_of(view), work, args)
+    return DeviceFetch(units, count, ahead=mode == PREFETCH, moved=bool(args.move))
+
+
+def resolve(view: LayerView, pages, tokens, step, count: bool = True, move: bool = False):
+    """As reference.resolve; move: bring the missing units too, so that `gather` of the result has nothing to do."""
+    n, heads, width = pages.shape
+    slots = torch.empty((n, heads, width), dtype=torch.int32, device=pages.device)
+    strides = (heads * width, width)
+    fetch = _resolve(
+        view, pages, tokens, step, RESOLVE, (n, width), strides, slots=pointer(slots), tally=int(count), move=int(move)
+    )
+    return slots, fetch
+
+
+def plan_prefetch(view: LayerView, pages, tokens, step, cap: int, table=None, closed=None, index=None) -> DeviceFetch:
+    """As reference.plan_prefetch.
+
+    With `table` int32 [N, MP] the pages are logical, and those at or beyond `closed` int [N] are skipped; with `index`
+    int [N], request i's pages are row index[i] of `pages`, whose rows may be strided.
+    """
+    n = pages.shape[0] if index is None else index.shape[0]
+    heads, width = pages.shape[1:]
+    if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
+        pages, tokens = pages.contiguous(), None if tokens is None else tokens.contiguous()
+    fields: dict = {"cap": cap}
+    if table is not None:
+        table = contiguous(table, "table", torch.int32)
+        fields |= {"table": pointer(table), "table_width": table.shape[1], "closed": ints(closed, "closed")}
+    if index is not None:
+        fields["index"] = ints(index, "index")
+    strides = (pages.stride(0), pages.stride(1))
+    return _resolve(view, pages, tokens, step, PREFETCH, (n, width), strides, **fields)
+
+
+def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
+    """As reference.install; pages that are resident after all are left alone."""
+    return _resolve(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0))
+
+
+def invalidate(view: LayerView, pages) -> None:
+    """As reference.invalidate."""
+    launch("invalidate", view.stamp.device, view_of(view), ints(pages, "pages"), pages.numel())
+
+
+def clear(view: LayerView) -> None:
+    """As reference.clear."""
+    launch("clear", view.stamp.device, view_of(view))
+
+
+def check(view: LayerView) -> torch.Tensor:
+    """Counts violations of the tables' invariants into an int32 [1] on the device."""
+    violations = torch.zeros(1, dtype=torch.int32, device=view.stamp.device)
+    launch("check", violations.device, view_of(view), pointer(violations))
+    return violations
+
+
+# ---------------------------------------------------------------- data
+
+
+def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
+    """As reference.gather, on the current stream. blocks: of the launch; by default what fills the link."""
+    if getattr(fetch, "moved", False):
+        return
+    device = view.kv.device
+    capturing_safe(fetch.units, fetch.count)
+    unit_bytes = view.kv[0, 0].numel() * view.kv.element_size()
+    args = abi.Gather(
+        units=pointer(contiguous(fetch.units, "units", torch.int32)),
+        count=pointer(contiguous(fetch.count, "count", torch.int32)),
+        blocks=blocks or _mover_blocks(device, unit_bytes),
+        ahead=int(getattr(fetch, "ahead", False)),
+    )
+    launch("gather", device, view_of(view), workspace(device).work(view.stamp.shape[0], 1), args)
+
+
+def stage(view: LayerView, pages, target: torch.Tensor, blocks: int | None = None) -> None:
+    """Copies whole host pages, int [M], into target [M, H, 2, P, D] on the device."""
+    contiguous(target, "target", view.kv.dtype)
+    device = target.device
+    unit_bytes = view.kv[0, 0].numel() * view.kv.element_size()
+    args = abi.Stage(ints(pages, "pages"), pointer(target), pages.shape[0], blocks or _mover_blocks(device, unit_bytes))
+    launch("stage", device, view_of(view), args)
+
+
+def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> abi.Append:
+    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
+    return abi.Append(
+        k=pointer(k),
+        v=pointer(v),
+        stride_k=k.stride(0),
+        stride_v=v.stride(0),
+        page=ints(page, "page"),
+        offset=ints(offset, "offset"),
+        active=pointer(active),
+        slots=pointer(slots),
+        n=k.shape[0],
+        through=int(through),
+    )
+
+
+def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
+    """As reference.write_token."""
+    slots = contiguous(slots, "slots", torch.int32)
+    launch("write_token", k.device, view_of(view), _token(view, k, v, page, slots, offset, active, through))
+
+
+def append(view: LayerView, k, v, page, offset, active, step, fetch_now=None, through: bool = True) -> torch.Tensor:
+    """As reference.append, in one launch; the open pages are brought by it, so fetch_now is not called."""
+    n, heads = k.shape[:2]
+    slots = torch.empty((n, heads), dtype=torch.int32, device=k.device)
+    args = _token(view, k, v, page, slots, offset, active, through)
+    args.step = pointer(contiguous(step, "step", torch.int32))
+    launch("append", k.device, view_of(view), workspace(k.device).work(heads, max(n, 1)), args)
+    return slots
+
+
+def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
+    """As reference.store_chunk."""
+    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
+    args = abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
+    launch("store_chunk", k.device, view_of(view), args)

@@ -1,0 +1,182 @@
+// Arguments of the library's functions, mirrored by ops/abi.py. Every field is eight bytes wide, so that the layout needs
+// no agreement beyond names and order; a test compares both files.
+//
+// Sizes: n requests, rows of each (row 0 real, row 1 guide), heads kv heads, group query heads per kv head. Strides count
+// elements. A null pointer means that the argument is absent where the comment says it may be.
+#pragma once
+#include <cstdint>
+
+// Element types, as codes in *_dtype fields.
+enum SkvDtype : int64_t { SKV_BF16 = 0, SKV_FP16 = 1, SKV_FP32 = 2 };
+
+// A device array of integers, 32 or 64 bits each.
+struct SkvInts {
+  const void* data;
+  int64_t wide;  // 1 for int64
+};
+
+// One layer of the page cache; a unit is (page, kv head), [2][page_size][head_dim] elements.
+struct SkvView {
+  void* kv;           // [heads][slots] units
+  int32_t* slot_of;   // [heads][pages]
+  int32_t* page_of;   // [heads][slots]
+  int32_t* stamp;     // [heads][slots]
+  uint8_t* ahead;     // [heads][slots]
+  void* host;         // [pages][heads] units, pinned host memory
+  void* landmarks;    // [pages][heads][head_dim]
+  int64_t* counters;  // [8]
+  int64_t heads;
+  int64_t slots;
+  int64_t pages;
+  int64_t page_size;
+  int64_t head_dim;
+  int64_t dtype;
+  int64_t landmark_dtype;
+};
+
+// Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order.
+struct SkvWork {
+  int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
+  int32_t* cursor;  // [2] zero between calls: units handed out, blocks finished
+  int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
+  int32_t* list;    // [heads][list_width] entries that won their unit
+  int32_t* rows;    // [heads][list_width][4] units that append fetches
+  int64_t list_width;
+};
+
+struct SkvResolve {
+  SkvInts pages;    // [n][heads][width] physical, or logical when `table` is given
+  SkvInts tokens;   // same shape and strides; null data: every page is full
+  SkvInts index;    // [n] row of `pages` for each request; null data: row i
+  int64_t stride_n;
+  int64_t stride_head;
+  const int32_t* table;  // [n][table_width], or null
+  int64_t table_width;
+  SkvInts closed;       // [n] with `table`: logical pages at or beyond it are skipped; null data: none
+  const uint8_t* active;  // [n] or null
+  int32_t* slots;         // [n][heads][width] result, or null
+  int32_t* units;         // [capacity][4] result: page, head, slot, tokens
+  int32_t* count;         // [1] result
+  const int32_t* step;    // [1]
+  int64_t n;
+  int64_t width;
+  int64_t mode;   // 0 resolve, 1 prefetch, 2 install
+  int64_t cap;    // prefetch: units per request and head
+  int64_t tally;  // resolve: count selected and hit
+  int64_t move;   // resolve: copy the missing units before returning
+};
+
+struct SkvAppend {
+  const void* k;  // [n][heads][head_dim]
+  const void* v;
+  int64_t stride_k;
+  int64_t stride_v;
+  SkvInts page;           // [n] physical page of the token
+  SkvInts offset;         // [n] its place in the page
+  const uint8_t* active;  // [n]
+  int32_t* slots;         // [n][heads] result; input of write_token
+  const int32_t* step;    // [1]
+  int64_t n;
+  int64_t through;
+};
+
+struct SkvScore {
+  const void* q;  // [n * rows][heads][group][head_dim]
+  int64_t stride_q;
+  int64_t q_dtype;
+  const int32_t* table;  // [n][table_width]
+  int64_t table_width;
+  SkvInts lo;  // [n][rows]
+  SkvInts hi;
+  float* logits;    // [n][rows][heads][group][table_width] base-2 logits, written inside the bounds
+  float* partials;  // [n][rows][heads][group][chunks][2] maximum and sum of each chunk of pages
+  double scale;
+  int64_t n;
+  int64_t rows;
+  int64_t group;
+  int64_t blocks;  // of the launch
+};
+
+struct SkvSelect {
+  const float* logits;    // from score, or null
+  const float* partials;  // likewise
+  const float* scores;    // [n][rows][heads][table_width] when logits is null
+  float* dense;           // score only: [n][rows][heads][table_width]
+  SkvInts lo;             // [n][rows], of score
+  SkvInts hi;
+  const int32_t* table;  // [n][table_width]
+  int64_t table_width;
+  SkvInts length;          // [n]
+  const uint8_t* active;   // [n]
+  int32_t* pages;          // [n][heads][width]
+  int32_t* num_pages;      // [n]
+  int32_t* predicted;      // [n][heads][budget]
+  uint32_t* keys;          // [n][rows][heads][table_width] scratch, or null: shared memory
+  int64_t n;
+  int64_t rows;
+  int64_t heads;
+  int64_t group;
+  int64_t page_size;
+  int64_t sinks;   // pages
+  int64_t window;  // tokens
+  int64_t budget;  // pages
+  int64_t width;
+};
+
+struct SkvGather {
+  const int32_t* units;  // [..][4]
+  const int32_t* count;  // [1]
+  int64_t blocks;
+  int64_t ahead;  // a prefetch: stands back while misses move
+};
+
+struct SkvStage {
+  SkvInts pages;  // [count]
+  void* target;   // [count][heads] units
+  int64_t count;
+  int64_t blocks;
+};
+
+struct SkvChunk {
+  const void* k;  // [tokens][heads][head_dim]
+  const void* v;
+  int64_t stride_k;
+  int64_t stride_v;
+  SkvInts loc;  // [tokens]
+  int64_t tokens;
+  int64_t through;
+};
+
+struct SkvLookup {
+  SkvInts source;  // logical pages [n][width], or request rows [n] with `req_to_token`
+  const int32_t* table;
+  int64_t table_width;  // row length of table, or of req_to_token
+  int32_t* out;         // [n][width]
+  int64_t n;
+  int64_t width;
+  int64_t page_size;  // 0: look up logical pages; else read a page table from req_to_token
+};
+
+struct SkvAttend {
+  const void* q;       // [n * rows][heads][group][head_dim]
+  void* q_out;         // [n * heads][rows * group][head_dim], or null when rows is 1
+  const void* k_row1;  // [n][heads][head_dim], or null when rows is 1
+  const void* v_row1;
+  int64_t stride_q;
+  int64_t stride_k;
+  int64_t stride_v;
+  const int32_t* slots;  // [n][heads][width]
+  SkvInts num_pages;     // [n]
+  SkvInts last_tokens;   // [n]
+  int32_t* indptr;       // [n * heads + 1]
+  int32_t* indices;      // [n * heads * width]
+  int32_t* last_page;    // [n * heads]
+  const void* partial;   // [n * heads][rows * group][head_dim] attention over the pages
+  const float* lse;      // [n * heads][rows * group] base 2
+  void* out;             // [n * rows][heads][group][head_dim]
+  double scale;
+  int64_t n;
+  int64_t rows;
+  int64_t group;
+  int64_t width;
+};

@@ -1,0 +1,147 @@
+// Row 0's token: its open unit made resident, K/V written to the slot and through to the host, landmark at page close.
+#include "mover.cuh"
+#include "tables.cuh"
+
+namespace skv {
+
+// One warp writes one request's token and, when it closes the page, makes the landmark: the mean key, summed in float32.
+// Without a slot (the cache was too small, which is reported) the host still gets the token.
+__device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& args, int n, int head, int slot) {
+  int dim = static_cast<int>(view.head_dim), bytes = dim * element_bytes(view.dtype), pieces = bytes >> 4;
+  int64_t page = get(args.page, n), offset = get(args.offset, n);
+  int64_t unit = 2 * view.page_size * bytes, half = view.page_size * bytes;
+  char* cached = static_cast<char*>(view.kv) + (head * view.slots + slot) * unit;
+  char* truth = static_cast<char*>(view.host) + (page * view.heads + head) * unit;
+  int element = element_bytes(view.dtype);
+  auto* k = reinterpret_cast<const int4*>(static_cast<const char*>(args.k) + (n * args.stride_k + head * dim) * element);
+  auto* v = reinterpret_cast<const int4*>(static_cast<const char*>(args.v) + (n * args.stride_v + head * dim) * element);
+  for (int i = lane_id(); i < 2 * pieces; i += 32) {
+    bool is_value = i >= pieces;
+    int piece = is_value ? i - pieces : i;
+    int4 data = is_value ? v[piece] : k[piece];
+    int64_t place = (is_value ? half : 0) + offset * bytes + piece * 16;
+    if (slot >= 0) *reinterpret_cast<int4*>(cached + place) = data;
+    if (args.through) *reinterpret_cast<int4*>(truth + place) = data;
+  }
+  if (offset != view.page_size - 1 || slot < 0) return;
+  __syncwarp();  // the lanes read each other's part of the new key
+  for (int d = lane_id(); d < dim; d += 32) {
+    float sum = 0;
+    for (int t = 0; t < view.page_size; ++t)
+      sum += load_element(cached, static_cast<int64_t>(t) * dim + d, view.dtype);
+    store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
+                  sum / static_cast<float>(view.page_size));
+  }
+}
+
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    append_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
+                  const __grid_constant__ SkvAppend args) {
+  __shared__ TableScratch scratch;
+  wait_for_previous_kernel();
+  int head = blockIdx.x, step = *args.step;
+  SkvResolve request{};
+  request.pages = args.page;
+  request.tokens = args.offset;
+  request.stride_n = 1;
+  request.active = args.active;
+  request.slots = args.slots;
+  request.n = args.n;
+  request.width = 1;
+  Entries entries{&request, view.heads, head, static_cast<int>(args.n), false, false};
+  auto* units = reinterpret_cast<int4*>(work.rows);
+
+  begin_tally(scratch);
+  if (claim_selection(view, entries, step, false, true, args.slots, scratch)) {
+    int* list = work.list + head * work.list_width;
+    int winners = number_winners(view, entries, list, scratch);
+    hand_out(view, entries, work, winners, step, kResolve, true, list, units, nullptr,
+             static_cast<int>(head * work.list_width), scratch);
+    const int* slot_of = slot_row(view, head);
+    for (int e = threadIdx.x; e < entries.count; e += blockDim.x) {
+      int page = entries.page(e, view);
+      if (page >= 0) args.slots[entries.result(e)] = __ldcg(slot_of + page);
+    }
+    // The committed tokens of a page that comes back: few units, few bytes, and the write below must come after them.
+    move_plain(view, UnitRows{units, scratch.first, 1, scratch.kept}, nullptr);
+    __syncthreads();
+  }
+  add_tally(view, scratch);
+  for (int n = warp_id(); n < args.n; n += blockDim.x >> 5) {
+    int slot = __ldcg(args.slots + n * view.heads + head);
+    if (entries.page(n, view) >= 0) write_one(view, args, n, head, slot);
+  }
+}
+
+__global__ void write_token_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAppend args) {
+  wait_for_previous_kernel();
+  int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5;
+  if (item >= args.n * view.heads) return;
+  int n = static_cast<int>(item / view.heads), head = static_cast<int>(item % view.heads);
+  int slot = args.slots[item];
+  int64_t page = get(args.page, n);
+  if (args.active[n] && page >= 0 && page < view.pages) write_one(view, args, n, head, slot);
+}
+
+// A prefill chunk to the host, and the landmarks of the pages that it closes. One block takes kTokens tokens of one head,
+// so that whole pages leave the GPU as contiguous kilobytes.
+constexpr int kTokens = 16;
+
+__global__ void __launch_bounds__(256)
+    store_chunk_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvChunk args) {
+  wait_for_previous_kernel();
+  int head = blockIdx.y, dim = static_cast<int>(view.head_dim), element = element_bytes(view.dtype);
+  int bytes = dim * element, pieces = bytes >> 4;
+  int64_t half = view.page_size * bytes, unit = 2 * half;
+  int64_t first = blockIdx.x * static_cast<int64_t>(kTokens);
+  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
+  auto row = [&](const void* base, int64_t stride, int64_t t) {
+    return static_cast<const char*>(base) + (t * stride + head * dim) * element;
+  };
+  if (args.through) {
+    for (int i = threadIdx.x; i < 2 * tokens * pieces; i += blockDim.x) {
+      bool is_value = i >= tokens * pieces;
+      int j = is_value ? i - tokens * pieces : i;
+      int64_t t = first + j / pieces, loc = get(args.loc, t);
+      if (loc < 0 || loc >= view.pages * view.page_size) continue;
+      auto* source = reinterpret_cast<const int4*>(is_value ? row(args.v, args.stride_v, t) : row(args.k, args.stride_k, t));
+      char* target = static_cast<char*>(view.host) + (loc / view.page_size * view.heads + head) * unit +
+                     (is_value ? half : 0) + loc % view.page_size * bytes;
+      reinterpret_cast<int4*>(target)[j % pieces] = source[j % pieces];
+    }
+  }
+  for (int64_t t = first + warp_id(); t < first + tokens; t += blockDim.x >> 5) {
+    int64_t loc = get(args.loc, t), page = loc / view.page_size;
+    if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
+    const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
+    for (int d = lane_id(); d < dim; d += 32) {
+      float sum = 0;
+      for (int back = static_cast<int>(view.page_size) - 1; back >= 0; --back) {
+        // A key of this chunk is taken from it: its copy on the host may still be on its way.
+        bool inside = t >= back && get(args.loc, t - back) == loc - back;
+        sum += inside ? load_element(row(args.k, args.stride_k, t - back), d, view.dtype)
+                      : load_element(keys, (view.page_size - 1 - back) * dim + d, view.dtype);
+      }
+      store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
+                    sum / static_cast<float>(view.page_size));
+    }
+  }
+}
+
+}  // namespace skv
+
+using namespace skv;
+
+SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvAppend* args, const Launch* where) {
+  return launch(*where, append_kernel, dim3(view->heads), kMaxThreads, 0, *view, *work, *args);
+}
+
+SKV_EXPORT int skv_write_token(const SkvView* view, const SkvAppend* args, const Launch* where) {
+  unsigned blocks = static_cast<unsigned>((args->n * view->heads + 7) / 8);
+  return launch(*where, write_token_kernel, dim3(blocks), 256, 0, *view, *args);
+}
+
+SKV_EXPORT int skv_store_chunk(const SkvView* view, const SkvChunk* args, const Launch* where) {
+  unsigned blocks = static_cast<unsigned>((args->tokens + kTokens - 1) / kTokens);
+  return launch(*where, store_chunk_kernel, dim3(blocks, view->heads), 256, 0, *view, *args);
+}

@@ -1,0 +1,117 @@
+// Around the attention kernel: queries and page tables into the form it reads, row 1's own token into what it returns.
+// Its sequences are (request, kv head) pairs, each with the query heads of both rows.
+#include "common.cuh"
+
+namespace skv {
+
+// One block per sequence: its part of the page table, and its queries in order.
+__global__ void prepare_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAttend args) {
+  __shared__ BlockScratch scratch;
+  wait_for_previous_kernel();
+  int heads = static_cast<int>(view.heads), n = blockIdx.x / heads, head = blockIdx.x % heads;
+  int before = 0;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) before += static_cast<int>(max(get(args.num_pages, i), int64_t(1)));
+  before = block_sum(before, scratch, 0);
+  int pages = static_cast<int>(get(args.num_pages, n));
+  // A padded row attends to one token of some slot: no kernel downstream needs to know of empty sequences.
+  int shown = max(pages, 1), first = before * heads + head * shown;
+  int32_t* indices = args.indices + first;
+  const int32_t* slots = args.slots + (static_cast<int64_t>(n) * heads + head) * args.width;
+  for (int c = threadIdx.x; c < shown; c += blockDim.x) {
+    int slot = c < pages ? slots[c] : 0;
+    indices[c] = head * static_cast<int>(view.slots) + (slot >= 0 && slot < view.slots ? slot : 0);
+  }
+  if (threadIdx.x == 0) {
+    args.indptr[blockIdx.x] = first;
+    if (blockIdx.x == gridDim.x - 1) args.indptr[gridDim.x] = first + shown;
+    args.last_page[blockIdx.x] = pages > 0 ? static_cast<int>(get(args.last_tokens, n)) : 1;
+  }
+  if (args.q_out == nullptr) return;
+  int element = element_bytes(view.dtype), bytes = static_cast<int>(args.group * view.head_dim) * element, pieces = bytes >> 4;
+  for (int i = threadIdx.x; i < args.rows * pieces; i += blockDim.x) {
+    int row = i / pieces, piece = i % pieces;
+    auto* source = static_cast<const char*>(args.q) + (n * args.rows + row) * args.stride_q * element +
+                   static_cast<int64_t>(head) * bytes;
+    auto* target = static_cast<char*>(args.q_out) + (blockIdx.x * args.rows + row) * bytes;
+    reinterpret_cast<int4*>(target)[piece] = reinterpret_cast<const int4*>(source)[piece];
+  }
+}
+
+// One warp per query head: row 0's result moves to its place, row 1's is joined with its own token.
+__global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAttend args) {
+  constexpr int kMost = 8;  // elements of a lane: head_dim at most 256
+  wait_for_previous_kernel();
+  int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5;
+  int64_t per_sequence = args.rows * args.group;
+  if (item >= args.n * view.heads * per_sequence) return;
+  int64_t sequence = item / per_sequence, line = item % per_sequence;
+  int64_t n = sequence / view.heads, head = sequence % view.heads, row = line / args.group, query = line % args.group;
+  int64_t dim = view.head_dim, dtype = view.dtype;
+  int64_t target = (((n * args.rows + row) * view.heads + head) * args.group + query) * dim;
+  bool padded = get(args.num_pages, n) <= 0;
+
+  float value[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    int64_t d = i * 32 + lane_id();
+    value[i] = d < dim && !padded ? load_element(args.partial, item * dim + d, dtype) : 0.0f;
+  }
+  if (row == 1 && !padded) {
+    int64_t source = (n * args.rows + row) * args.stride_q + (head * args.group + query) * dim;
+    float dot = 0;
+    for (int64_t d = lane_id(); d < dim; d += 32)
+      dot += load_element(args.q, source + d, dtype) * load_element(args.k_row1, n * args.stride_k + head * dim + d, dtype);
+    for (int bits = 16; bits; bits >>= 1) dot += __shfl_xor_sync(kAll, dot, bits);
+    float own = dot * static_cast<float>(args.scale) * kLog2e, rest = args.lse[item], top = fmaxf(own, rest);
+    float own_weight = exp2f(own - top), rest_weight = exp2f(rest - top), total = own_weight + rest_weight;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      int64_t d = i * 32 + lane_id();
+      if (d >= dim) continue;
+      float v = load_element(args.v_row1, n * args.stride_v + head * dim + d, dtype);
+      value[i] = (value[i] * rest_weight + v * own_weight) / total;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    int64_t d = i * 32 + lane_id();
+    if (d < dim) store_element(args.out, target + d, dtype, value[i]);
+  }
+}
+
+// Physical pages: of logical ones, or of a request's rows in SGLang's token table.
+__global__ void lookup_kernel(const __grid_constant__ SkvLookup args) {
+  wait_for_previous_kernel();
+  int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < args.n * args.width; i += stride) {
+    int64_t n = i / args.width;
+    if (args.page_size == 0) {
+      int64_t logical = get(args.source, i);
+      bool known = logical >= 0 && logical < args.table_width;
+      args.out[i] = known ? args.table[n * args.table_width + logical] : kNone;
+    } else {
+      int64_t token = i % args.width * args.page_size;
+      args.out[i] = token < args.table_width
+                        ? static_cast<int>(args.table[get(args.source, n) * args.table_width + token] / args.page_size)
+                        : 0;
+    }
+  }
+}
+
+}  // namespace skv
+
+using namespace skv;
+
+SKV_EXPORT int skv_attend_prepare(const SkvView* view, const SkvAttend* args, const Launch* where) {
+  return launch(*where, prepare_kernel, dim3(args->n * view->heads), 128, 0, *view, *args);
+}
+
+SKV_EXPORT int skv_attend_finish(const SkvView* view, const SkvAttend* args, const Launch* where) {
+  int64_t warps = args->n * view->heads * args->rows * args->group;
+  return launch(*where, finish_kernel, dim3(static_cast<unsigned>((warps + 7) / 8)), 256, 0, *view, *args);
+}
+
+SKV_EXPORT int skv_lookup(const SkvLookup* args, const Launch* where) {
+  int64_t blocks = (args->n * args->width + 255) / 256;
+  return launch(*where, lookup_kernel, dim3(static_cast<unsigned>(blocks < 1024 ? blocks : 1024)), 256, 0, *args);
+}

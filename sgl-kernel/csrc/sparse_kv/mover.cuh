@@ -1,0 +1,141 @@
+// Moves units from host memory into slots. With the bulk copy engine one warp keeps a ring of stages in flight, host to
+// shared memory to slot, and two blocks fill a PCIe 5 link; without it, whole blocks load and store.
+#pragma once
+#include "ptx.cuh"
+
+namespace skv {
+
+constexpr int kMoverStages = 24;        // at most; 24 units of 8 KB are 192 KB in flight
+constexpr int kStoresInFlight = 2;      // stores that may still read their stage when the next load is issued
+constexpr int kMoverShared = 200 * 1024;
+constexpr int kMoverReserve = 8 * 1024;   // shared memory of a block beside the stages
+constexpr int kRingBlocks = 4;          // of 32 descriptors: two in use, one arriving, one free
+
+// Rows of (page, head, slot, tokens): item i of this mover is row first + i * stride.
+struct UnitRows {
+  const int4* rows;
+  int first;
+  int stride;
+  int count;
+  __device__ __forceinline__ int4 load(int i) const { return __ldcg(rows + first + static_cast<int64_t>(i) * stride); }
+};
+
+struct Unit {
+  const char* from;
+  char* to;
+  int half;    // bytes between the keys and the values
+  int bytes;   // of each half
+};
+
+__device__ __forceinline__ int unit_bytes(const SkvView& view) {
+  return static_cast<int>(2 * view.page_size * view.head_dim) * element_bytes(view.dtype);
+}
+
+__device__ __forceinline__ Unit locate(const SkvView& view, int4 row) {
+  int64_t unit = unit_bytes(view);
+  int page = row.x, head = row.y, slot = row.z, tokens = min(max(row.w, 0), static_cast<int>(view.page_size));
+  if (page < 0 || page >= view.pages || slot < 0) tokens = 0;
+  return Unit{static_cast<const char*>(view.host) + (page * view.heads + head) * unit,
+              static_cast<char*>(view.kv) + (head * view.slots + slot) * unit, static_cast<int>(unit / 2),
+              tokens * static_cast<int>(view.head_dim) * element_bytes(view.dtype)};
+}
+
+// Waits while blocks on the critical path move misses, but never for long: a flag left behind must not hang the GPU.
+__device__ __forceinline__ bool stand_back(const int32_t* urgent) {
+  for (int i = 0; i < 4096; ++i) {
+    if (*static_cast<const volatile int32_t*>(urgent) <= 0) return true;
+    __nanosleep(256);
+  }
+  return false;
+}
+
+struct MoverScratch {
+  CopyBarrier full[kMoverStages];
+  int4 ring[kRingBlocks][32];
+};
+
+// One whole warp calls it. stages: shared memory of num_stages units, 128-byte aligned, which no other thread uses
+// meanwhile; num_stages > kStoresInFlight. urgent: null for a mover that waits for nobody.
+template <typename Rows>
+__device__ __forceinline__ void move_bulk(const SkvView& view, const Rows& rows, char* stages, int num_stages,
+                                          MoverScratch& scratch, const int32_t* urgent) {
+  int stage_bytes = unit_bytes(view);
+  auto arriving = [&](int block) {
+    int i = block * 32 + lane_id();
+    return i < rows.count ? rows.load(i) : make_int4(0, 0, 0, 0);
+  };
+  if (lane_id() == 0)
+    for (int s = 0; s < num_stages; ++s) barrier_init(&scratch.full[s]);
+  barrier_fence();
+  scratch.ring[0][lane_id()] = arriving(0);
+  scratch.ring[1][lane_id()] = arriving(1);
+  __syncwarp();
+
+  int issued = 0;
+  int busy = 0;  // the flag as read one issue ago: its latency hides behind a copy
+  for (int block = 0; block * 32 < rows.count; ++block) {
+    int4 next = arriving(block + 2);
+    if (lane_id() == 0) {
+      for (int i = block * 32; i < min(block * 32 + 32, rows.count); ++i) {
+        // Stores 0..i-1 are committed, so those up to i-1-kStoresInFlight have left their stages.
+        bulk_wait_read<kStoresInFlight>();
+        for (; issued < rows.count && issued < i + num_stages - kStoresInFlight; ++issued) {
+          if (urgent) {
+            if (busy > 0 && !stand_back(urgent)) urgent = nullptr;
+            busy = urgent ? *static_cast<const volatile int32_t*>(urgent) : 0;
+          }
+          Unit unit = locate(view, scratch.ring[issued / 32 % kRingBlocks][issued % 32]);
+          char* stage = stages + issued % num_stages * stage_bytes;
+          CopyBarrier* full = &scratch.full[issued % num_stages];
+          barrier_expect(full, 2 * unit.bytes);
+          if (unit.bytes == unit.half) {
+            bulk_load(stage, unit.from, 2 * unit.half, full);
+          } else if (unit.bytes > 0) {
+            bulk_load(stage, unit.from, unit.bytes, full);
+            bulk_load(stage + unit.half, unit.from + unit.half, unit.bytes, full);
+          }
+        }
+        Unit unit = locate(view, scratch.ring[i / 32 % kRingBlocks][i % 32]);
+        const char* stage = stages + i % num_stages * stage_bytes;
+        barrier_wait(&scratch.full[i % num_stages], i / num_stages & 1);
+        if (unit.bytes == unit.half) {
+          bulk_store(unit.to, stage, 2 * unit.half);
+        } else if (unit.bytes > 0) {
+          bulk_store(unit.to, stage, unit.bytes);
+          bulk_store(unit.to + unit.half, stage + unit.half, unit.bytes);
+        }
+        bulk_commit();
+      }
+    }
+    __syncwarp();
+    scratch.ring[(block + 2) % kRingBlocks][lane_id()] = next;
+    __syncwarp();
+  }
+  if (lane_id() == 0) bulk_wait_all();
+  __syncwarp();
+}
+
+// The whole block calls it; each warp takes units of its own.
+template <typename Rows>
+__device__ __forceinline__ void move_plain(const SkvView& view, const Rows& rows, const int32_t* urgent) {
+  for (int i = warp_id(); i < rows.count; i += blockDim.x >> 5) {
+    if (urgent && !stand_back(urgent)) urgent = nullptr;
+    Unit unit = locate(view, rows.load(i));
+    copy16(unit.to, unit.from, unit.bytes, lane_id(), 32);
+    copy16(unit.to + unit.half, unit.from + unit.half, unit.bytes, lane_id(), 32);
+  }
+}
+
+// Stages of a launch. Fewer than kStoresInFlight + 1 cannot run: the caller falls back to move_plain.
+inline int mover_stages(const SkvView& view, int device) {
+  int bytes = static_cast<int>(2 * view.page_size * view.head_dim) * (view.dtype == SKV_FP32 ? 4 : 2);
+  int room = shared_limit(device) - kMoverReserve;
+  int fit = (room < kMoverShared ? room : kMoverShared) / bytes;
+  return fit < kMoverStages ? fit : kMoverStages;
+}
+
+inline bool use_bulk(const SkvView& view, int device) {
+  return major_version(device) >= 9 && mover_stages(view, device) > kStoresInFlight;
+}
+
+}  // namespace skv

@@ -1,0 +1,164 @@
+// Slots for a true selection, for predicted pages and for a prefill chunk's pages; clearing entries; checking tables.
+#include "mover.cuh"
+#include "tables.cuh"
+
+namespace skv {
+
+template <bool kBulk>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    resolve_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
+                   const __grid_constant__ SkvResolve request, int num_stages) {
+  SKV_DYNAMIC_SHARED(stages);
+  __shared__ TableScratch scratch;
+  __shared__ MoverScratch mover;
+  wait_for_previous_kernel();
+  int head = blockIdx.x;
+  auto mode = static_cast<Mode>(request.mode);
+  int step = *request.step;
+  Entries entries{&request, view.heads, head, static_cast<int>(request.n * request.width), mode == kPrefetch,
+                  mode == kInstall};
+  int* list = work.list + head * work.list_width;
+  auto* units = reinterpret_cast<int4*>(request.units);
+
+  begin_tally(scratch);
+  bool missing = mode == kPrefetch ? claim_predicted(view, entries, step, request.cap)
+                                   : claim_selection(view, entries, step, mode == kResolve && request.tally,
+                                                     mode == kResolve, request.slots, scratch);
+  int kept = 0;
+  if (missing) {
+    int winners = number_winners(view, entries, list, scratch);
+    hand_out(view, entries, work, winners, step, mode, mode == kResolve, list, units, work.cursor, 0, scratch);
+    kept = scratch.kept;
+    if (request.slots) {
+      const int* slot_of = slot_row(view, head);
+      for (int e = threadIdx.x; e < entries.count; e += blockDim.x) {
+        int page = entries.page(e, view);
+        if (page >= 0) request.slots[entries.result(e)] = __ldcg(slot_of + page);
+      }
+    }
+  }
+  __syncthreads();
+  add_tally(view, scratch);
+
+  if (threadIdx.x == 0) {
+    // The last block publishes the number of units and leaves the counters as the next call expects them.
+    __threadfence();
+    if (atomicAdd(work.cursor + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      __threadfence();
+      *request.count = atomicExch(work.cursor, 0);
+      atomicExch(work.cursor + 1, 0);
+    }
+  }
+  if (!request.move || kept == 0) return;
+  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
+  UnitRows rows{units, scratch.first, 1, kept};
+  if (kBulk) {
+    if (warp_id() != 0) return;
+    move_bulk(view, rows, stages, num_stages, mover, nullptr);
+  } else {
+    move_plain(view, rows, nullptr);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
+}
+
+// Clears the entries of pages, repeats allowed: whoever takes an entry out of slot_of frees its slot.
+__global__ void invalidate_kernel(const __grid_constant__ SkvView view, SkvInts pages, int count) {
+  wait_for_previous_kernel();
+  int head = blockIdx.y;
+  int wasted = 0;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    int64_t page = get(pages, i);
+    if (page < 0 || page >= view.pages) continue;
+    int slot = atomicExch(slot_row(view, head) + page, kNone);
+    if (slot < 0) continue;
+    int64_t place = head * view.slots + slot;
+    wasted += take_ahead(view, place);
+    view.page_of[place] = kNone;
+    view.stamp[place] = kNever;
+  }
+  __syncwarp();
+  wasted = __reduce_add_sync(kAll, wasted);
+  if (lane_id() == 0 && wasted)
+    atomicAdd(reinterpret_cast<Counter64*>(view.counters) + kWasted, static_cast<Counter64>(wasted));
+}
+
+__global__ void clear_kernel(const __grid_constant__ SkvView view) {
+  wait_for_previous_kernel();
+  int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  int64_t entries = view.heads * view.pages, slots = view.heads * view.slots;
+  int wasted = 0;
+  for (int64_t i = first; i < entries; i += stride) view.slot_of[i] = kNone;
+  for (int64_t i = first; i < slots; i += stride) {
+    view.page_of[i] = kNone;
+    if (view.stamp[i] != kReserved) view.stamp[i] = kNever;
+    wasted += view.ahead[i] != 0;
+    view.ahead[i] = 0;
+  }
+  __syncwarp();
+  wasted = __reduce_add_sync(kAll, wasted);
+  if (lane_id() == 0 && wasted)
+    atomicAdd(reinterpret_cast<Counter64*>(view.counters) + kWasted, static_cast<Counter64>(wasted));
+}
+
+// Counts violations of: slot_of and page_of are inverse, a used slot has a stamp, a free one has none and is not ahead.
+__global__ void check_kernel(const __grid_constant__ SkvView view, int32_t* violations) {
+  wait_for_previous_kernel();
+  int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  int bad = 0;
+  for (int64_t i = first; i < view.heads * view.pages; i += stride) {
+    int slot = view.slot_of[i];
+    bad += slot < kNone || slot >= view.slots;
+    if (slot >= 0 && slot < view.slots) bad += view.page_of[i / view.pages * view.slots + slot] != i % view.pages;
+  }
+  for (int64_t i = first; i < view.heads * view.slots; i += stride) {
+    int page = view.page_of[i], stamp = view.stamp[i];
+    bad += page < kNone || page >= view.pages;
+    if (page >= 0 && page < view.pages) {
+      bad += view.slot_of[i / view.slots * view.pages + page] != i % view.slots;
+      bad += stamp < 0 || stamp == kReserved;
+    } else {
+      bad += (stamp != kNever && stamp != kReserved) || view.ahead[i];
+    }
+  }
+  __syncwarp();
+  bad = __reduce_add_sync(kAll, bad);
+  if (lane_id() == 0 && bad) atomicAdd(violations, bad);
+}
+
+// Keeps one thread busy, to shake the order of kernels on other streams.
+__global__ void sleep_kernel(int64_t cycles) {
+  int64_t end = clock64() + cycles;
+  while (clock64() < end) __nanosleep(100);
+}
+
+}  // namespace skv
+
+using namespace skv;
+
+SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvResolve* args, const Launch* where) {
+  bool bulk = use_bulk(*view, where->device);
+  int stages = bulk && args->move ? mover_stages(*view, where->device) : 0;
+  size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);
+  auto* kernel = bulk ? resolve_kernel<true> : resolve_kernel<false>;
+  return launch(*where, kernel, dim3(view->heads), kMaxThreads, shared, *view, *work, *args, stages);
+}
+
+SKV_EXPORT int skv_invalidate(const SkvView* view, const SkvInts* pages, int64_t count, const Launch* where) {
+  unsigned blocks = static_cast<unsigned>((count + 255) / 256);
+  return launch(*where, invalidate_kernel, dim3(blocks, view->heads), 256, 0, *view, *pages, static_cast<int>(count));
+}
+
+SKV_EXPORT int skv_clear(const SkvView* view, const Launch* where) {
+  return launch(*where, clear_kernel, dim3(64), 512, 0, *view);
+}
+
+SKV_EXPORT int skv_check(const SkvView* view, int32_t* violations, const Launch* where) {
+  return launch(*where, check_kernel, dim3(64), 512, 0, *view, violations);
+}
+
+SKV_EXPORT int skv_sleep(int64_t cycles, const Launch* where) {
+  return launch(*where, sleep_kernel, dim3(1), 1, 0, cycles);
+}

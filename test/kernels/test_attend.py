@@ -1,0 +1,120 @@
+"""Decode attention over selected pages: our kernels around FlashInfer, which the emulator has a stand-in for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import copy_of, make_layer
+from sglang.srt.sparse_kv.ops import attend as attend_module
+from sglang.srt.sparse_kv.ops import cuda, reference_attention
+
+# Probabilities and results are rounded to the KV type in between.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
+
+
+def paged_attention(plan, q, units):
+    """What FlashInfer computes from a plan's buffers, on the CPU."""
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+    for i in range(q.shape[0]):
+        pages = plan.indices[plan.indptr[i] : plan.indptr[i + 1]].long()
+        length = (pages.numel() - 1) * plan.page_size + int(plan.last_page[i])
+        keys, values = units[pages].transpose(0, 1).reshape(2, -1, q.shape[2])[:, :length].float()
+        logits = q[i].float() @ keys.T * plan.scale
+        out[i] = (logits.softmax(-1) @ values).to(q.dtype)
+        lse[i] = logits.logsumexp(-1) / torch.log(torch.tensor(2.0))
+    return out, lse
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch, engine):
+    if engine.device.type == "cpu":
+        monkeypatch.setattr(attend_module.AttendPlan, "run", paged_attention)
+    else:
+        pytest.importorskip("flashinfer", reason="needs FlashInfer")
+
+
+def case(seed, engine, counts, rows, heads, group, page_size, dim, dtype, width, slots=200):
+    random = torch.Generator().manual_seed(seed)
+    view = make_layer(seed, engine.device, heads, slots, slots + 50, page_size, dim, dtype, resident=1.0)
+    n = len(counts)
+    chosen = torch.full((n, heads, width), -1, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        for head in range(heads):
+            chosen[i, head, :count] = torch.randperm(slots, generator=random)[:count].to(torch.int32)
+    num_pages = torch.tensor(counts)
+    last = torch.randint(1, page_size + 1, (n,), generator=random)
+    q = torch.randn((n, rows, heads, group, dim), generator=random).to(dtype)
+    own = [torch.randn((n, heads, dim), generator=random).to(dtype) for _ in range(2)] if rows == 2 else [None, None]
+    return view, q, own, chosen, num_pages, last
+
+
+def compare(engine, view, q, own, chosen, num_pages, last):
+    to = lambda t: None if t is None else t.to(engine.device)  # noqa: E731
+    scale = q.shape[-1] ** -0.5
+    exact = copy_of(view)
+    exact.kv = exact.kv.float()
+    wide = [None if t is None else t.float() for t in own]
+    expected = reference_attention.attend(q.float(), *wide, exact, chosen, num_pages, last, scale)
+    got = cuda.attend(to(q), *map(to, own), view, to(chosen), to(num_pages.int()), to(last), scale).cpu()
+    used = num_pages > 0
+    assert float((got[used].float() - expected[used]).abs().max()) < TOLERANCE[q.dtype]
+    if q.shape[1] == 2:
+        assert bool((got[~used] == 0).all())
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "dim", "dtype"),
+    [
+        (2, 2, 4, 128, torch.bfloat16),
+        (2, 3, 3, 64, torch.float16),
+        (1, 2, 8, 128, torch.float16),
+        (2, 1, 1, 64, torch.bfloat16),
+        (2, 8, 8, 128, torch.bfloat16),
+    ],
+)
+def test_attend(engine, rows, heads, group, dim, dtype, page_size):
+    counts = [1, 7, 0, 20, 13]
+    compare(engine, *case(page_size, engine, counts, rows, heads, group, page_size, dim, dtype, 20))
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16, 17, 32])
+def test_lengths_that_only_the_device_knows(engine, requests):
+    """One plan per batch size, then any mixture of lengths up to the selection's width."""
+    if engine.small and requests > 4:
+        pytest.skip("too large to emulate")
+    width = 20 if engine.small else 134
+    random = torch.Generator().manual_seed(requests)
+    mixtures = [[1] * requests, [width] * requests]
+    mixtures += [torch.randint(0, width + 1, (requests,), generator=random).tolist() for _ in range(3)]
+    for seed, counts in enumerate(mixtures):
+        compare(engine, *case(seed, engine, counts, 2, 2, 4, 16, 128, torch.float16, width, slots=max(200, width)))
+
+
+def test_row1_sees_its_own_token(engine):
+    """With the own token's key far ahead of all others, row 1 returns its value, and row 0 does not notice."""
+    view, q, (_, v), chosen, num_pages, last = case(0, engine, [5], 2, 2, 4, 16, 64, torch.float16, 8)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    key = q[:, 1, :, 0] * 50
+    q[:, 1] = q[:, 1, :, :1]
+    out = cuda.attend(to(q), to(key), to(v), view, to(chosen), to(num_pages), to(last), 0.125).cpu()
+    assert torch.allclose(out[:, 1], v[:, :, None, :].expand_as(out[:, 1]), atol=1e-3)
+    other = cuda.attend(to(q), to(-key), to(v), view, to(chosen), to(num_pages), to(last), 0.125).cpu()
+    assert torch.equal(out[:, 0], other[:, 0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_blocks(gpu, causal):
+    pytest.importorskip("flashinfer", reason="needs FlashInfer")
+    random = torch.Generator().manual_seed(0)
+    tokens, keys, heads, group, dim = 97, 97 if causal else 230, 2, 4, 128
+    q = torch.randn((tokens, heads * group, dim), generator=random).half()
+    k, v = (torch.randn((heads, keys, dim), generator=random).half() for _ in range(2))
+    expected, expected_lse = reference_attention.attend_block(q.float(), k.float(), v.float(), dim**-0.5, causal)
+    out, lse = cuda.attend_block(q.to(gpu), k.to(gpu), v.to(gpu), dim**-0.5, causal)
+    assert float((out.cpu().float() - expected).abs().max()) < TOLERANCE[torch.float16]
+    assert float((lse.cpu() - expected_lse).abs().max()) < 1e-2
+    both, both_lse = cuda.merge(out, lse, out * 2, lse + 1)
+    wanted, wanted_lse = reference_attention.merge(expected, expected_lse, expected * 2, expected_lse + 1)
+    assert float((both.cpu().float() - wanted).abs().max()) < 2 * TOLERANCE[torch.float16]
+    assert float((both_lse.cpu() - wanted_lse).abs().max()) < 1e-2

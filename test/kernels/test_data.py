@@ -1,0 +1,158 @@
+"""What moves bytes: append, write-through, landmarks, gather, prefill chunks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from layers import copied, copy_of, make_layer, same_tables
+from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops.reference import Fetch
+from sglang.srt.sparse_kv.ops.workspace import workspace
+
+STEP = 40
+GRID = list(itertools.product([8, 16, 32], [64, 128], [torch.bfloat16, torch.float16]))
+
+
+def tokens_of(seed, n, heads, dim, dtype, device):
+    random = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn((n, heads, dim), generator=random).to(dtype) for _ in range(2))
+    return k, v, k.to(device), v.to(device)
+
+
+def same_landmarks(ours, expected):
+    """Means summed in another order: one unit in the last place of the landmark's type."""
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}[ours.dtype]
+    difference = (ours.cpu().float() - expected.float()).abs()
+    assert bool((difference <= 2 * step * expected.float().abs() + 1e-6).all())
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+def test_append(engine, page_size, dim, dtype):
+    heads, n = 3, 6
+    for seed, through in ((0, True), (1, False), (2, True)):
+        engine.seed(seed)
+        view = make_layer(
+            seed, engine.device, heads, 16, 40, page_size, dim, dtype, torch.float32 if seed == 2 else None, 0.9
+        )
+        page = torch.tensor([3, 9, 12, 20, 33, 7])
+        offset = torch.tensor([0, page_size - 1, 1, page_size // 2, page_size - 1, 0])
+        active = torch.tensor([True, True, True, True, True, False])
+        k, v, k_dev, v_dev = tokens_of(seed, n, heads, dim, dtype, engine.device)
+        step = torch.tensor([STEP], dtype=torch.int32)
+        expected, before = copy_of(view), copy_of(view)
+        slots_ref = reference.append(expected, k, v, page, offset, active, step, reference.gather, through)
+        to = lambda t: t.to(engine.device)  # noqa: E731
+        slots = cuda.append(view, k_dev, v_dev, to(page.int()), to(offset), to(active), to(step), None, through)
+        workspace(engine.device).check()
+        same_tables(view, expected, before)
+        same_landmarks(view.landmarks, expected.landmarks)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(view.host, expected.host)
+        ours = view.kv.cpu()
+        for i in active.nonzero()[:, 0].tolist():
+            for head in range(heads):
+                filled = int(offset[i]) + 1
+                got = ours[head, int(slots[i, head]), :, :filled]
+                assert torch.equal(got, expected.kv[head, int(slots_ref[i, head]), :, :filled])
+        assert bool((slots.cpu()[~active] == -1).all())
+
+
+def test_append_reads_rows_of_a_wider_tensor(engine):
+    view = make_layer(0, engine.device, 2, 16, 40, dim=64)
+    wide = torch.randn((6, 2, 64), dtype=torch.bfloat16).to(engine.device)
+    k = wide.view(3, 2, 2, 64)[:, 0]
+    page, offset = torch.tensor([3, 9, 12]), torch.tensor([1, 2, 3])
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    step = to(torch.tensor([STEP], dtype=torch.int32))
+    slots = cuda.append(view, k, k, to(page), to(offset), to(torch.ones(3, dtype=torch.bool)), step)
+    for i, head in itertools.product(range(3), range(2)):
+        assert torch.equal(view.kv[head, int(slots[i, head]), 1, int(offset[i])], wide[2 * i, head])
+
+
+def test_write_token(engine):
+    view = make_layer(5, engine.device, 2, 16, 40, dim=128)
+    expected = copy_of(view)
+    page, offset = torch.tensor([3, 9, 12]), torch.tensor([0, 15, 7])
+    active = torch.tensor([True, True, False])
+    slots = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
+    k, v, k_dev, v_dev = tokens_of(1, 3, 2, 128, torch.bfloat16, engine.device)
+    reference.write_token(expected, k, v, page, slots, offset, active)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    cuda.write_token(view, k_dev, v_dev, to(page), to(slots), to(offset), to(active))
+    assert torch.equal(view.kv.cpu(), expected.kv)
+    assert torch.equal(view.host, expected.host)
+    same_landmarks(view.landmarks, expected.landmarks)
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_gather(engine, page_size, dim, dtype, blocks):
+    """Exact bytes, partial pages included; slots that are not named stay as they were."""
+    heads, slots, pages = 2, 90, 100
+    view = make_layer(0, engine.device, heads, slots, pages, page_size, dim, dtype)
+    random = torch.Generator().manual_seed(page_size)
+    for count in (0, 1, 31, 32, 33, 85):
+        place = torch.randperm(slots, generator=random)[:count]
+        units = torch.stack(
+            [
+                torch.randint(0, pages, (count,), generator=random),
+                torch.randint(0, heads, (count,), generator=random),
+                place,
+                torch.randint(0, page_size + 1, (count,), generator=random),
+            ],
+            1,
+        ).to(torch.int32)
+        units[::2, 3] = page_size
+        before = view.kv.cpu().clone()
+        junk = torch.full((4, 4), -7, dtype=torch.int32)
+        fetch = Fetch(torch.cat([units, junk]), torch.tensor([count], dtype=torch.int32))
+        expected = copy_of(view)
+        reference.gather(expected, fetch)
+        on_device = Fetch(fetch.units.to(engine.device), fetch.count.to(engine.device))
+        cuda.gather(view, on_device, blocks=blocks)
+        assert torch.equal(view.kv.cpu(), expected.kv)
+        copied(view, fetch)
+        named = torch.zeros((heads, slots), dtype=torch.bool)
+        named[units[:, 1].long(), units[:, 2].long()] = True
+        assert torch.equal(view.kv.cpu()[~named], before[~named])
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+def test_store_chunk(engine, page_size, dim, dtype):
+    heads, pages = 2, 40
+    for seed, through in ((0, True), (1, False)):
+        view = make_layer(seed, engine.device, heads, 8, pages, page_size, dim, dtype)
+        # Three requests: one goes on inside a page, one begins one, one ends exactly at a page's end.
+        loc = torch.cat(
+            [
+                torch.arange(3 * page_size + page_size // 2, 6 * page_size + 3),
+                torch.arange(9 * page_size, 9 * page_size + 5),
+                torch.arange(20 * page_size + 1, 22 * page_size),
+            ]
+        )
+        k, v, k_dev, v_dev = tokens_of(seed, loc.numel(), heads, dim, dtype, engine.device)
+        expected = copy_of(view)
+        reference.store_chunk(expected, k, v, loc, through=True)
+        if not through:
+            expected.host = view.host.clone()
+            expected.host[loc // page_size, :, 0, loc % page_size] = k  # landmarks still come from the chunk
+            expected.landmarks = copy_of(view).landmarks
+            reference.store_chunk(expected, k, v, loc, through=False)
+            expected.host = view.host.clone()
+        cuda.store_chunk(view, k_dev, v_dev, loc.to(engine.device), through)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(view.host, expected.host)
+        same_landmarks(view.landmarks, expected.landmarks)
+
+
+def test_stage(engine):
+    view = make_layer(0, engine.device, 3, 8, 40, dim=64)
+    for count in (0, 1, 17):
+        pages = torch.randperm(40)[:count]
+        target = torch.full((max(count, 1), 3, 2, 16, 64), 9.0, dtype=view.kv.dtype, device=engine.device)
+        cuda.stage(view, pages.to(engine.device), target[:count])
+        assert torch.equal(target[:count].cpu(), view.host[pages])

@@ -1,0 +1,182 @@
+"""Scores and selection against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.sparse_kv.geometry import SelectionShape
+from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops.reference import NONE
+
+# float32 sums in another order, over up to 128 products and 6250 pages.
+SCORE_TOLERANCE = 2e-5
+
+
+def batch(seed, device, lengths, rows, heads, group, dim, dtype, landmark_dtype, page_size, budget):
+    """(q, landmarks, table, length, active, shape) on the CPU. A length below 0 is a padded row."""
+    random = torch.Generator().manual_seed(seed)
+    length = torch.tensor(lengths).clamp(min=0)
+    active = torch.tensor(lengths) >= 0
+    shape = SelectionShape.from_tokens(page_size, budget, 16, 64)
+    max_pages = int(length.max()) // page_size + 2
+    pages = len(lengths) * max_pages + 1
+    table = (torch.randperm(pages - 1, generator=random)[: len(lengths) * max_pages] + 1).view(len(lengths), max_pages)
+    q = torch.randn((len(lengths), rows, heads, group, dim), generator=random).to(dtype)
+    landmarks = torch.randn((pages, heads, dim), generator=random).to(landmark_dtype)
+    return q, landmarks, table.to(torch.int32), length, active, shape
+
+
+def bounds(shape, length, active, rows):
+    lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows))
+    return lo, torch.where(active[:, None], hi, lo)
+
+
+GRID = [
+    # rows, heads, group, dim, dtype, landmark dtype, page size
+    (2, 2, 4, 128, torch.bfloat16, torch.bfloat16, 16),
+    (2, 3, 3, 64, torch.float16, torch.float16, 16),
+    (1, 1, 1, 64, torch.bfloat16, torch.bfloat16, 8),
+    (2, 8, 8, 128, torch.float16, torch.float16, 32),
+    (1, 2, 7, 128, torch.bfloat16, torch.bfloat16, 32),
+    (2, 5, 2, 64, torch.bfloat16, torch.float32, 16),
+    (2, 1, 5, 128, torch.float16, torch.bfloat16, 8),
+    (2, 4, 6, 96, torch.bfloat16, torch.bfloat16, 16),
+]
+LENGTHS = {
+    "one": [1],
+    "edges": [15, 16, 17, 97, 0, -1, 31, 33],
+    "mixed": [2100, 17, -1, 5003, 97],
+    "long": [100003, 1],
+}
+
+
+@pytest.mark.parametrize("lengths", list(LENGTHS))
+@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)).replace("torch.", ""))
+def test_scores(engine, case, lengths):
+    rows, heads, group, dim, dtype, landmark_dtype, page_size = case
+    if engine.small and lengths == "long":
+        pytest.skip("too large to emulate")
+    q, landmarks, table, length, active, shape = batch(
+        1, engine.device, LENGTHS[lengths], rows, heads, group, dim, dtype, landmark_dtype, page_size, 256
+    )
+    lo, hi = bounds(shape, length, active, rows)
+    expected = reference.score(q, landmarks, table, lo, hi, dim**-0.5)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi.int()), dim**-0.5)
+    got = scores.dense().cpu()
+    assert torch.equal(got.isinf(), expected.isinf())
+    finite = ~expected.isinf()
+    if finite.any():
+        assert float((got[finite] - expected[finite]).abs().max()) < SCORE_TOLERANCE * 8
+    dense = cuda.select(to(got), to(table), to(length), to(active), shape, shape.budget_pages)
+    handle = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    for name in ("pages", "num_pages", "predicted"):
+        assert torch.equal(getattr(dense, name), getattr(handle, name)), f"{name} differ between handle and tensor"
+
+
+def test_scores_of_a_request_ignore_its_neighbours(engine):
+    q, landmarks, table, length, active, shape = batch(
+        2, engine.device, [1900, 700, 40], 2, 2, 4, 128, torch.bfloat16, torch.bfloat16, 16, 256
+    )
+    lo, hi = bounds(shape, length, active, 2)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    together = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = cuda.score(to(q[one]), to(landmarks), to(table[one]), to(lo[one]), to(hi[one]), 0.1).dense()
+        assert torch.equal(alone[0], together[i])
+
+
+def test_queries_may_be_a_slice_of_a_fused_projection(engine):
+    q, landmarks, table, length, active, shape = batch(
+        3, engine.device, [700, 300], 2, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+    )
+    lo, hi = bounds(shape, length, active, 2)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    fused = torch.randn((4, 512 + 256), dtype=torch.bfloat16)
+    fused[:, :512] = q.view(4, 512)
+    sliced = to(fused)[:, :512].view(2, 2, 2, 4, 64)
+    expected = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+    assert torch.equal(cuda.score(sliced, to(landmarks), to(table), to(lo), to(hi), 0.1).dense(), expected)
+
+
+def distributions(random, count):
+    """Rows of scores that strain the search for the threshold."""
+    plain = torch.randn(count, generator=random) * 3 - 12
+    yield "random", plain
+    yield "equal", torch.full((count,), -3.25)
+    yield "few values", torch.randint(0, 4, (count,), generator=random).float() - 9
+    outliers = plain.clone()
+    outliers[:2] = torch.tensor([-1e30, 0.0])
+    yield "outliers", outliers
+    close = -8 - torch.rand(count, generator=random) * 1e-5
+    close[3] = -7000.0
+    yield "close", close
+    yield "steps", -torch.exp2(torch.arange(count).float().remainder(120) - 60)
+    holes = plain.clone()
+    holes[torch.rand(count, generator=random) < 0.4] = float("-inf")
+    yield "holes", holes
+    zeros = torch.zeros(count)
+    zeros[::3] = -0.0
+    yield "signed zeros", zeros
+
+
+@pytest.mark.parametrize("global_keys", [False, True])
+@pytest.mark.parametrize(
+    ("length", "budget"), [(2100, 256), (4999, 1024), (200, 512), (17, 64), (96, 16), (100003, 4096)]
+)
+def test_select_is_exact(engine, length, budget, global_keys, monkeypatch):
+    if engine.small and length > 10000:
+        pytest.skip("too large to emulate")
+    if global_keys:
+        monkeypatch.setattr(cuda, "keys_in_global_memory", lambda device, width: True)
+    page_size, heads, rows, n = 16, 2, 2, 3
+    random = torch.Generator().manual_seed(length)
+    shape = SelectionShape.from_tokens(page_size, budget, 16, 64)
+    lengths = torch.tensor([length, max(length - 17, 1), length])
+    active = torch.tensor([True, True, False])
+    width = length // page_size + 3
+    table = (torch.randperm(4 * width, generator=random)[: n * width] + 1).view(n, width).to(torch.int32)
+    index = torch.arange(width)
+    lo, hi = shape.candidate_bounds(lengths[:, None] + torch.arange(rows))
+    inside = (index >= lo[..., None]) & (index < hi[..., None])
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    for seed, (name, values) in enumerate(distributions(random, width)):
+        engine.seed(seed)
+        scores = torch.stack([values[torch.randperm(width, generator=random)] for _ in range(n * rows * heads)])
+        scores = scores.view(n, rows, heads, width)
+        scores[..., 0, :] = values  # unshuffled: ties must go to the lower page
+        scores = torch.where(inside[:, :, None, :], scores, float("-inf"))
+        expected = reference.select(scores, table, lengths, active, shape, shape.budget_pages)
+        got = cuda.select(to(scores), to(table), to(lengths), to(active), shape, shape.budget_pages)
+        if name != "holes":  # there, heads differ in their number of pages, which the reference does not foresee
+            assert torch.equal(got.num_pages.cpu(), expected.num_pages), name
+            assert torch.equal(got.pages.cpu(), expected.pages), name
+        assert torch.equal(got.predicted.cpu(), expected.predicted), name
+
+
+def test_one_row(engine):
+    """Without a guide the prediction is row 0's own choice."""
+    q, landmarks, table, length, active, shape = batch(
+        4, engine.device, [1500, 90], 1, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+    )
+    lo, hi = bounds(shape, length, active, 1)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    dense = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense().cpu()
+    expected = reference.select(dense, table, length, active, shape, shape.budget_pages)
+    got = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
+    assert torch.equal(got.pages.cpu(), expected.pages)
+    assert torch.equal(got.predicted.cpu(), expected.predicted)
+
+
+def test_page_tables(engine):
+    random = torch.Generator().manual_seed(0)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    req_to_token = torch.randint(0, 100000, (5, 203), generator=random, dtype=torch.int32)
+    req = torch.tensor([3, 0, 4])
+    for max_pages in (1, 7, 13):
+        expected = reference.physical_pages(req_to_token, req, 16, max_pages)
+        assert torch.equal(cuda.physical_pages(to(req_to_token), to(req), 16, max_pages).cpu(), expected)
+    table = torch.randint(0, 1000, (3, 19), generator=random, dtype=torch.int32)
+    logical = torch.randint(NONE, 19, (3, 2, 11), generator=random, dtype=torch.int32)
+    assert torch.equal(cuda.lookup(to(table), to(logical)).cpu(), reference.lookup(table, logical))

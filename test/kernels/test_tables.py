@@ -1,0 +1,192 @@
+"""The page cache's tables: resolve, prefetch, install, invalidate, clear against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
+from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops.reference import NONE, RESERVED, CapacityError
+from sglang.srt.sparse_kv.ops.workspace import workspace
+
+STEP = 40
+
+
+def step_on(device, value=STEP):
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+CASES = [
+    # n, heads, width, slots, pages, resident, inactive
+    (1, 1, 1, 8, 16, 0.0, 0),
+    (1, 2, 5, 24, 64, 0.7, 0),
+    (3, 2, 6, 40, 64, 1.0, 0),
+    (3, 3, 6, 40, 64, 0.5, 2),
+    (2, 1, 30, 100, 300, 1.0, 0),
+    (17, 2, 9, 200, 97, 0.8, 0),
+]
+LARGE = [(4, 8, 134, 2500, 9000, 1.0, 0), (64, 2, 200, 16000, 17000, 1.0, 0), (32, 8, 134, 5000, 6000, 0.9, 3)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("move", [False, True])
+def test_resolve(engine, case, move):
+    n, heads, width, slots, pages, resident, inactive = case
+    if engine.small and case in LARGE:
+        pytest.skip("too large to emulate")
+    for seed in range(3 if engine.small else 6):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, heads, slots, pages, dim=64, resident=resident)
+        expected = copy_of(view)
+        before = copy_of(view)
+        chosen = random_selection(seed, n, heads, width, pages, inactive)
+        tokens = torch.where(chosen % 5 == 0, chosen % 16, 16).to(torch.int32) if seed % 2 else None
+        slots_ref, fetch_ref = reference.resolve(expected, chosen, tokens, step_on("cpu"), count=seed != 1)
+        on_device = None if tokens is None else tokens.to(engine.device)
+        got, fetch = cuda.resolve(
+            view, chosen.to(engine.device), on_device, step_on(engine.device), count=seed != 1, move=move
+        )
+        workspace(engine.device).check()
+        same_tables(view, expected, before)
+        same_fetch(view, fetch, fetch_ref)
+        used = chosen >= 0
+        head = torch.arange(heads)[None, :, None].expand_as(chosen)
+        assert torch.equal(got.cpu()[used], view.slot_of.cpu()[head[used], chosen[used].long()])
+        assert bool((got.cpu()[~used] == NONE).all())
+        cuda.gather(view, fetch)
+        copied(view, fetch)
+        assert int(cuda.check(view)) == 0
+        assert int(workspace(engine.device).urgent) == 0
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("cap", [0, 3, 1000])
+def test_plan_prefetch(engine, case, cap):
+    n, heads, width, slots, pages, resident, inactive = case
+    if engine.small and case in LARGE:
+        pytest.skip("too large to emulate")
+    for seed in range(2 if engine.small else 4):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, heads, slots, pages, resident=resident)
+        if seed % 2:  # little room: the best ranks must win it
+            view.stamp[:, slots // 3 :] = torch.where(view.page_of[:, slots // 3 :] >= 0, STEP, RESERVED)
+        expected, before = copy_of(view), copy_of(view)
+        chosen = random_selection(seed, n, heads, width, pages, inactive)
+        fetch_ref = reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap)
+        fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device), cap)
+        same_tables(view, expected, before)
+        same_fetch(view, fetch, fetch_ref)
+        cuda.gather(view, fetch)
+        copied(view, fetch)
+
+
+def test_prefetch_of_logical_pages(engine):
+    n, heads, width, pages, logical = 3, 2, 6, 64, 20
+    view = make_layer(1, engine.device, heads, 24, pages)
+    expected, before = copy_of(view), copy_of(view)
+    table = torch.stack([torch.randperm(pages - 1)[:logical] + 1 for _ in range(n)]).to(torch.int32)
+    store = random_selection(5, 7, heads, width, logical)
+    index = torch.tensor([4, 0, 2])
+    closed = torch.tensor([logical, 9, 0])
+    chosen = store[index]
+    chosen = torch.where(chosen < closed[:, None, None], chosen, NONE)
+    fetch_ref = reference.plan_prefetch(expected, reference.lookup(table, chosen), None, step_on("cpu"), 4)
+    wide = torch.full((7, 3, heads, width), NONE, dtype=torch.int32)
+    wide[:, 1] = store
+    fetch = cuda.plan_prefetch(
+        view,
+        wide.to(engine.device)[:, 1],
+        None,
+        step_on(engine.device),
+        4,
+        table=table.to(engine.device),
+        closed=closed.to(engine.device),
+        index=index.to(engine.device),
+    )
+    same_tables(view, expected, before)
+    same_fetch(view, fetch, fetch_ref)
+
+
+@pytest.mark.parametrize(("count", "room"), [(1, 24), (7, 24), (30, 10), (0, 5)])
+def test_install(engine, count, room):
+    view = make_layer(3, engine.device, 2, 24, 64, resident=0.5)
+    view.stamp[:, room:] = torch.where(view.page_of[:, room:] >= 0, STEP, RESERVED)
+    absent = (view.slot_of < 0).all(0).cpu().nonzero()[:, 0][1 : count + 1]
+    tokens = torch.full_like(absent, 16)
+    tokens[-1:] = 5
+    expected, before = copy_of(view), copy_of(view)
+    fetch_ref = reference.install(expected, absent, tokens, step_on("cpu", 20))
+    fetch = cuda.install(view, absent.to(engine.device), tokens.to(engine.device), step_on(engine.device, 20))
+    same_tables(view, expected, before)
+    same_fetch(view, fetch, fetch_ref)
+
+
+def test_invalidate_and_clear(engine):
+    for pages in ([], [5], [5, 5, NONE, 7, 9, 5], list(range(64))):
+        view = make_layer(len(pages), engine.device, 3, 24, 64)
+        expected, before = copy_of(view), copy_of(view)
+        reference.invalidate(expected, torch.tensor(pages, dtype=torch.int64))
+        cuda.invalidate(view, torch.tensor(pages, dtype=torch.int64, device=engine.device))
+        same_tables(view, expected, before)
+    view.stamp[:, 20:] = torch.where(view.page_of[:, 20:] < 0, RESERVED, view.stamp[:, 20:])
+    expected, before = copy_of(view), copy_of(view)
+    reference.clear(expected)
+    cuda.clear(view)
+    same_tables(view, expected, before)
+    assert int(cuda.check(view)) == 0
+
+
+def test_too_small_a_cache_is_reported(engine):
+    view = make_layer(1, engine.device, 2, 4, 64, resident=1.0)
+    chosen = torch.arange(1, 13, dtype=torch.int32).view(2, 1, 6).expand(2, 2, 6).contiguous()
+    slots, fetch = cuda.resolve(view, chosen.to(engine.device), None, step_on(engine.device))
+    assert int(cuda.check(view)) == 0, "the tables must stay sound"
+    resident = view.slot_of.cpu()[:, 1:13].view(2, 2, 6).transpose(0, 1)
+    assert torch.equal(slots.cpu(), resident)
+    with pytest.raises(CapacityError, match="may be evicted"):
+        workspace(engine.device).check()
+    workspace(engine.device).check()
+
+
+def test_a_broken_table_is_noticed(engine):
+    view = make_layer(1, engine.device)
+    assert int(cuda.check(view)) == 0
+    head, slot = (view.page_of >= 0).nonzero()[0].tolist()
+    view.slot_of[head, view.page_of[head, slot].long()] = NONE
+    assert int(cuda.check(view)) > 0
+
+
+def test_many_steps(engine):
+    """Random operations in random order, compared after each."""
+    heads, slots, pages, width, n = 2, 30, 50, 5, 3
+    view = make_layer(0, engine.device, heads, slots, pages, resident=0.0)
+    expected = copy_of(view)
+    random = torch.Generator().manual_seed(7)
+    for turn in range(40 if engine.small else 400):
+        engine.seed(turn)
+        before = copy_of(expected)
+        # Which slot a unit took is free, so each step starts from the state that the kernels left.
+        for name in ("kv", "slot_of", "page_of"):
+            getattr(expected, name).copy_(getattr(view, name).cpu())
+            getattr(before, name).copy_(getattr(view, name).cpu())
+        step = 40 + turn
+        chosen = random_selection(turn, n, heads, width, pages)
+        kind = int(torch.randint(0, 4, (1,), generator=random))
+        if kind <= 1:
+            reference.resolve(expected, chosen, None, step_on("cpu", step))
+            _, fetch = cuda.resolve(view, chosen.to(engine.device), None, step_on(engine.device, step), move=kind == 1)
+            cuda.gather(view, fetch)
+        elif kind == 2:
+            reference.plan_prefetch(expected, chosen, None, step_on("cpu", step - 1), 2)
+            fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device, step - 1), 2)
+            cuda.gather(view, fetch)
+        else:
+            gone = chosen[0, 0]
+            reference.invalidate(expected, gone)
+            cuda.invalidate(view, gone.to(engine.device))
+        same_tables(view, expected, before)
+    head, slot = (view.page_of >= 0).nonzero(as_tuple=True)
+    page = view.page_of[head, slot].long()
+    assert torch.equal(view.kv[head, slot].cpu(), view.host[page.cpu(), head.cpu()]), (
+        "a unit's contents are not its page's"
+    )
