@@ -7,7 +7,7 @@ PORT ?= 30000
 ARGS ?=
 # Added to pytest's, e.g. TESTS='-k fork'.
 TESTS ?=
-PYTEST = $(PY) -m pytest test/unit test/e2e --timeout 900 --durations 10 $(TESTS)
+PYTEST = $(PY) -m pytest test/unit test/e2e --timeout 900 --durations 10 --disable-warnings $(TESTS)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
