@@ -130,7 +130,10 @@ def report_state(result: Any, self: Any, recv_req: Any) -> None:
 
 
 def set_policy(original: Callable, self: Any, recv_req: Any) -> Any:
-    """AROUND ``Scheduler.set_internal_state``: names that begin with ``sparse_kv.`` are ours, and come alone."""
+    """AROUND ``Scheduler.set_internal_state``: names that begin with ``sparse_kv.`` are ours, and come alone.
+
+    ``sparse_kv.reset_counters`` starts the counters anew, the others are fields of the policy.
+    """
     update = {
         name.removeprefix(POLICY_PREFIX): value
         for name, value in recv_req.server_args.items()
@@ -143,7 +146,13 @@ def set_policy(original: Callable, self: Any, recv_req: Any) -> Any:
     try:
         if len(update) < len(recv_req.server_args):
             raise ValueError("sparse_kv policy and SGLang's own state cannot be set by one request; send two.")
-        _runtime(self).apply_policy(update)
+        if not self.is_fully_idle():
+            raise ValueError("sparse_kv policy is switched between requests only; wait until none runs.")
+        reset = update.pop("reset_counters", 0)
+        if update:
+            _runtime(self).apply_policy(update)
+        if reset:
+            _runtime(self).reset_counters()
     except ValueError as error:
         logger.warning("Policy unchanged: %s", error)
         return SetInternalStateReqOutput(updated=False)
