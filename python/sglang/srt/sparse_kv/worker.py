@@ -1,0 +1,360 @@
+"""The worker that SGLang's scheduler drives: one decode step is one forward of two rows per request.
+
+Row 0 holds the token drawn last and gives the next one, by SGLang's own sampler. Row 1 holds a guess at that next
+token; what it draws becomes the guess of the following step. Every step commits one token, so lengths are known before
+the forward and are published at its start.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.sparse_kv import sampling
+from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang.srt.utils.common import is_pin_memory_available
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+
+# A look-ahead costs one forward per request. Requests that may not generate this many tokens go without, which bounds
+# the cost by 3 % of their steps.
+LOOK_AHEAD_MIN_TOKENS = 32
+
+
+class DualDraftInput(SpecInput):
+    """What one step leaves for the next. The relay between steps carries it under overlap, the batch otherwise.
+
+    bonus_tokens: int [N], the tokens drawn last. Guesses are not here: they stay with the worker, by request slot.
+    """
+
+    topk_p = None
+    topk_index = None
+    hidden_states = None
+
+    def __init__(self, bonus_tokens: torch.Tensor) -> None:
+        super().__init__(SpecInputType.NGRAM_VERIFY)  # upstream's enum is closed; the predicates below decide
+        self.bonus_tokens = bonus_tokens
+        self.future_indices: torch.Tensor | None = None
+
+    def is_draft_input(self) -> bool:
+        return False
+
+    def is_verify_input(self) -> bool:
+        return False
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+
+    def merge_batch(self, other: DualDraftInput) -> None:
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+
+
+class DualVerifyInput(SpecInput):
+    """Describes a forward of `rows` rows per request. positions: int64 [N * rows], request after request."""
+
+    capture_hidden_mode = CaptureHiddenMode.NULL
+
+    def __init__(self, positions: torch.Tensor, rows: int) -> None:
+        super().__init__(SpecInputType.NGRAM_VERIFY)
+        self.positions = positions
+        self.draft_token_num = rows
+        self.num_tokens_per_req = rows
+        self.num_tokens_for_logprob_per_req = rows
+
+    def is_draft_input(self) -> bool:
+        return False
+
+    def is_verify_input(self) -> bool:
+        return True
+
+
+class DualDecodeWorker(BaseSpecWorker):
+    """Drives the target model alone: there is no draft model.
+
+    State is kept per request slot, in tensors of the size of the slot table. Nothing on the decode path reads a tensor
+    on the host or loops over requests, except in the step after a prefill (which requests have started) and in batches
+    with a grammar, which upstream runs without overlap anyway.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, ps: Any, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self.server_args = server_args
+        self.config = SparseKVConfig.from_dict(server_args._sparse_kv)
+        self.rows = self.config.rows
+        self.device = target_worker.model_runner.device
+        self._noise_seeds = sampling.NoiseKeys(self.config.seed, server_args.random_seed)
+        self._started: set[int] = set()  # slots prefilled since the last decode step
+
+    # ------------------------------------------------------------------ life
+
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ) -> None:
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self.req_to_token = req_to_token_pool.req_to_token
+        slots = self.req_to_token.shape[0]
+        vocab_size = self._runner.model_config.vocab_size
+        self.guide_state = GuideState(slots, vocab_size, self.device)
+        self.guides = build_guides(self.guide_state)
+        self._noise_keys = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self._penalty_rates = torch.zeros(slots, 3, dtype=torch.float32, device=self.device)
+        self._offsets = torch.arange(self.rows, dtype=torch.int64, device=self.device)
+        self._ones = torch.ones(slots, dtype=torch.int32, device=self.device)
+        self._couple_sampler()
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        if self._coupled and self._ones.is_cuda:
+            sampling.warm_up(self.guide_state.vocab_size, self._ones.device)
+
+    def clear_cache_pool(self) -> None:
+        """The scheduler flushed its caches: no request is alive and no page keeps its contents."""
+        self._started.clear()
+        self.guide_state.reset()
+        self.runtime.flush()
+
+    def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
+        return True, "There is no draft model to update."
+
+    def update_weights_from_ipc(self, recv_req) -> tuple[bool, str]:
+        return True, "There is no draft model to update."
+
+    def __getattr__(self, name: str) -> Any:
+        # Upstream asks the worker for what only the target has; the guard ends the recursion before __init__ has run.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    @property
+    def _runner(self):
+        return self._target_worker.model_runner
+
+    @property
+    def runtime(self):
+        """Policy, counters and caches, which belong to the KV pool."""
+        return self._runner.token_to_kv_pool.runtime
+
+    @property
+    def _coupled(self) -> bool:
+        return isinstance(self._runner.sampler, sampling.CoupledSampler)
+
+    def _couple_sampler(self) -> None:
+        if not self.config.coupled_sampling:
+            return
+        if type(self._runner.sampler) is Sampler:
+            self._runner.sampler = sampling.CoupledSampler()
+        else:
+            logger.warning(
+                "Sampler %s is not SGLang's own and stays: guides of requests with a temperature will often be wrong.",
+                type(self._runner.sampler).__name__,
+            )
+
+    # ------------------------------------------------------------------ steps
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, on_publish: Publish | None = None
+    ) -> GenerationBatchResult:
+        """Run one scheduled batch: a prefill as upstream does, or a decode step.
+
+        batch: upstream restores all its fields afterwards, so they are set freely. on_publish: takes the lengths, int64
+        [N], that the next step starts from; called once per forward.
+        """
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+        slots = batch.req_pool_indices
+        self._admit(batch, slots)
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result = self._target_worker.forward_batch_generation(batch)
+        self.guide_state.start(slots)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = DualDraftInput(result.next_token_ids)
+        return result
+
+    def _decode(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+        new_seq_lens = batch.seq_lens + 1
+        if on_publish is not None:
+            # One token is committed whatever is drawn, so the scheduler need not wait for the forward.
+            on_publish(new_seq_lens)
+        slots, tokens, info = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.sampling_info
+        if self._coupled:
+            sampling.couple(info, self._noise_keys[slots])
+
+        guess_mask = None
+        if self.rows == 2:
+            guide = self.guides[self.runtime.policy.guide]
+            self._look_ahead(batch, tokens, everywhere=guide.look_ahead is LookAhead.ALL)
+            guess = guide.propose(slots, batch.seq_lens)
+            guessed = guess >= 0
+            # Without a guess, the row's own token: it is in the vocabulary, and the step costs the same.
+            forward_batch = self._forward_batch(
+                batch, slots, torch.stack([tokens, torch.where(guessed, guess, tokens)], dim=1)
+            )
+            guess_mask = self._prepare_guess_mask(batch, forward_batch.input_ids)
+        else:
+            forward_batch = self._forward_batch(batch, slots, tokens[:, None])
+        result = self._forward(forward_batch)
+        logits = result.logits_output.next_token_logits
+        next_tokens = self._sample(result, forward_batch, batch.seq_lens)
+
+        if self.rows == 2:
+            info.grammar_mask = guess_mask() if guess_mask is not None else None
+            # The penalties of this step lag the row's own token by one under overlap; so will those of the next.
+            uncounted = tokens if batch.enable_overlap else next_tokens
+            sampling.advance_penalties(info, uncounted, self._penalty_rates[slots])
+            drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, self._runner.sampler)
+            info.grammar_mask = None
+            self.runtime.note_guides(guess == next_tokens, guessed)
+            guide.observe(slots, drawn)
+        self.runtime.end_step()
+
+        result.next_token_ids = next_tokens
+        result.accept_lens = self._ones[: len(next_tokens)]
+        result.speculative_num_draft_tokens = 1  # tokens per request in next_token_ids
+        result.new_seq_lens = new_seq_lens
+        result.next_draft_input = DualDraftInput(next_tokens)
+        return result
+
+    def _forward_batch(self, batch: ScheduleBatch, slots: torch.Tensor, tokens: torch.Tensor) -> ForwardBatch:
+        """A forward over tokens, int [N, rows], from the committed length on."""
+        positions = batch.seq_lens[:, None] + self._offsets
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens.reshape(-1).long()
+        batch.out_cache_loc = self.req_to_token[slots[:, None], positions].reshape(-1).long()
+        batch.spec_info = DualVerifyInput(positions.reshape(-1), self.rows)
+        return ForwardBatch.init_new(batch, self._runner, return_hidden_states_before_norm=False)
+
+    def _forward(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
+        return self._target_worker.forward_batch_generation(None, forward_batch=forward_batch, is_verify=True)
+
+    def _sample(
+        self, result: GenerationBatchResult, forward_batch: ForwardBatch, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Row 0's tokens, int [N], by SGLang's sampler; leaves `result` with row 0's outputs alone."""
+        output: LogitsProcessorOutput = result.logits_output
+        hidden = output.hidden_states
+        output = dataclasses.replace(
+            output,
+            next_token_logits=output.next_token_logits[:: self.rows].contiguous(),
+            hidden_states=None if hidden is None else hidden[:: self.rows],
+        )
+        row0 = copy.copy(forward_batch)
+        row0.forward_mode = ForwardMode.DECODE  # in any other mode the sampler takes positions to be seq_lens - 1
+        row0.positions = positions
+        next_tokens = self._runner.sample(output, row0)
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = output.next_token_logprobs.view(-1, 1)  # [N, tokens per step]
+        result.logits_output = output
+        return next_tokens
+
+    # ------------------------------------------------------------------ requests
+
+    def _admit(self, batch: ScheduleBatch, slots: torch.Tensor) -> None:
+        """Each request of a prefill owns its slot from here on, whoever had it before."""
+        params = [req.sampling_params for req in batch.reqs]
+        rates = [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty] for p in params]
+        self._penalty_rates[slots] = self._upload(rates, torch.float32)
+        if self._coupled:
+            keys = self._upload([self._noise_seeds.of(req) for req in batch.reqs], torch.int64)
+            self._noise_keys[slots] = keys
+            sampling.couple(batch.sampling_info, keys)
+        for req, param in zip(batch.reqs, params, strict=True):
+            self._started.discard(req.req_pool_idx)
+            left = (param.max_new_tokens or LOOK_AHEAD_MIN_TOKENS) - len(req.output_ids)
+            if self.rows == 2 and left >= LOOK_AHEAD_MIN_TOKENS:
+                self._started.add(req.req_pool_idx)
+
+    def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
+        pinned = is_pin_memory_available(self.device)
+        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=True)
+
+    # ------------------------------------------------------------------ guides
+
+    def _look_ahead(self, batch: ScheduleBatch, tokens: torch.Tensor, everywhere: bool) -> None:
+        """Give the requests that have just started, or all, the guess that this step's row 0 will confirm.
+
+        The forward is that of the step to come, with nothing committed: row 0 writes the same K/V to the same place
+        again a moment later, and the pages that it fetches are those that the step itself will want.
+        """
+        if not everywhere and not self._started:
+            return
+        rows = [i for i, req in enumerate(batch.reqs) if everywhere or req.req_pool_idx in self._started]
+        self._started.clear()
+        if not rows:
+            return
+        slots = batch.req_pool_indices
+        # Row 1 is of no use here; the step's own token is a cheap one to give it.
+        forward_batch = self._forward_batch(batch, slots, tokens[:, None].expand(-1, self.rows))
+        if len(rows) < len(batch.reqs):
+            index = self._upload(rows, torch.int64)
+            slots = slots[index]
+            forward_batch = self._narrow(forward_batch, rows, index)
+        logits = self._forward(forward_batch).logits_output.next_token_logits
+        info = forward_batch.sampling_info
+        info.update_regex_vocab_mask()
+        first = logits[:: self.rows].contiguous()
+        guess = sampling.draw_guess(first, info, forward_batch.seq_lens, self._runner.sampler)
+        info.grammar_mask = None
+        self.guide_state.set(slots, guess)
+        self.runtime.end_step()
+
+    def _narrow(self, batch: ForwardBatch, rows: Sequence[int], index: torch.Tensor) -> ForwardBatch:
+        """The same forward for some of its requests. rows: their places; index: the same, int64 on the device."""
+        part = copy.copy(batch)
+        part.batch_size = len(rows)
+        for name in ("input_ids", "positions", "out_cache_loc"):
+            setattr(part, name, getattr(batch, name).view(-1, self.rows)[index].reshape(-1))
+        for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):
+            value = getattr(batch, name)
+            setattr(part, name, None if value is None else value[index])
+        if batch.seq_lens_cpu is not None:
+            part.seq_lens_cpu = batch.seq_lens_cpu[list(rows)]
+            part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+        for name in ("lora_ids", "rids"):
+            value = getattr(batch, name)
+            setattr(part, name, None if value is None else [value[row] for row in rows])
+        part.num_token_non_padded_cpu = len(rows) * self.rows
+        part.spec_info = DualVerifyInput(part.positions, self.rows)
+        part.sampling_info = sampling.select(batch.sampling_info, rows, index)
+        part.return_logprob, part.top_logprobs_nums, part.token_ids_logprobs = False, None, None
+        return part
+
+    def _prepare_guess_mask(self, batch: ScheduleBatch, input_ids: torch.Tensor) -> Callable | None:
+        """Row 1's grammar mask, to be built under the forward; None without grammars. input_ids: int64 [N * 2]."""
+        if not batch.has_grammar or not sampling.can_rewind(req.grammar for req in batch.reqs):
+            return None
+        tree = GrammarTree.from_linear_chain(input_ids.view(-1, 2))
+        reqs, info = batch.reqs, batch.sampling_info
+        return lambda: sampling.guess_grammar_mask(reqs, tree, info, input_ids.device)
