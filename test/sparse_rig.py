@@ -33,7 +33,7 @@ class Rig:
         geometry = Geometry(
             layers, kv_heads, group, dim, page, 0, -(-context // page) + 1, 0, torch.float32, torch.float32
         )
-        host_bytes = pages * layers * kv_heads * geometry.unit_bytes
+        host_bytes = (pages + 1) * geometry.page_bytes
         cache = self.config.cache_memory if isinstance(self.config.cache_memory, int) else 1 << 30
         self.plan = planner.plan(self.config, geometry, cache, host_bytes, requests)
         self.geometry = dataclasses.replace(geometry, num_pages=pages + 1, max_requests=self.plan.max_running_requests)

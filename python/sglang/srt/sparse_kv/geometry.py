@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,11 @@ class Geometry:
         return 2 * self.page_size * self.head_dim * self.dtype.itemsize
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all layers and heads of the host pool."""
+        return self.num_layers * self.kv_heads * self.unit_bytes
+
+    @property
     def landmark_bytes(self) -> int:
         """Bytes of one unit's landmark."""
         return self.head_dim * self.landmark_dtype.itemsize
@@ -51,7 +57,12 @@ class SelectionShape:
     window: int  # tokens, at least 1: the open page is always forced
 
     @classmethod
-    def from_tokens(cls, page_size: int, budget: int, sinks: int, window: int) -> SelectionShape:
+    def from_tokens(
+        cls, page_size: int, budget: int, sinks: int, window: int, max_pages: int | None = None
+    ) -> SelectionShape:
+        """max_pages: most that a request can own. What is said beyond it selects nothing more and would cost memory."""
+        if max_pages is not None:
+            budget, sinks, window = (min(tokens, max_pages * page_size) for tokens in (budget, sinks, window))
         return cls(page_size, budget // page_size, -(-sinks // page_size), max(window, 1))
 
     @property
@@ -67,6 +78,10 @@ class SelectionShape:
     def width(self) -> int:
         """Pages in the largest selection."""
         return self.budget_pages + self.forced_pages
+
+    def prefetch_pages(self, share: float) -> int:
+        """Pages that `share` of the budget is, rounded up."""
+        return math.ceil(round(share * self.budget_pages, 6))
 
     def candidate_bounds(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logical pages [lo, hi) that compete for the budget when the query sits at position `length`.

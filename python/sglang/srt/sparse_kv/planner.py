@@ -25,7 +25,10 @@ HOST_SHARE = 0.8  # of available host memory, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided. Sizes in bytes of one rank; slots per layer and kv head."""
+    """What was decided. Sizes in bytes of one rank; slots per layer and kv head.
+
+    host_bytes: exactly host_tokens of KV. The pool also allocates one page for the dummy, out of what was given.
+    """
 
     host_bytes: int
     host_tokens: int
@@ -94,10 +97,15 @@ def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionSh
 FLASHINFER_BYTES = (128 + 4 * 24) << 20  # partial results, and a plan for each batch size that is captured
 
 
-def slots_for(cache_bytes: int, geometry: Geometry, config: SparseKVConfig) -> int:
-    """Slots per layer and kv head that `cache_bytes` buy."""
-    per_slot = geometry.unit_bytes + SLOT_STATE_BYTES
-    return cache_bytes // (num_buffers(geometry, config) * geometry.kv_heads * per_slot)
+def slot_bytes(geometry: Geometry, config: SparseKVConfig) -> int:
+    """Bytes of one slot in every layer-sized buffer and kv head."""
+    return num_buffers(geometry, config) * geometry.kv_heads * (geometry.unit_bytes + SLOT_STATE_BYTES)
+
+
+def selection_shape(geometry: Geometry, config: SparseKVConfig) -> SelectionShape:
+    return SelectionShape.from_tokens(
+        geometry.page_size, config.budget, config.sinks, config.window, geometry.max_pages
+    )
 
 
 def num_buffers(geometry: Geometry, config: SparseKVConfig) -> int:
@@ -119,33 +127,29 @@ def plan(
     geometry: with max_requests and num_pages still to be decided (its values are ignored). Raises ValueError, one
     sentence with numbers, when not even one request fits.
     """
-    shape = SelectionShape.from_tokens(geometry.page_size, config.budget, config.sinks, config.window)
-    token_bytes = geometry.num_layers * geometry.kv_heads * geometry.unit_bytes // geometry.page_size
-    host_tokens = host_bytes // token_bytes // geometry.page_size * geometry.page_size
-    if host_tokens < 2 * geometry.page_size:
+    shape = selection_shape(geometry, config)
+    host_pages = host_bytes // geometry.page_bytes - 1  # one is the dummy's
+    if host_pages < 2:
         raise ValueError(
-            f"{host_bytes / 1e9:.3f} GB of host memory hold {host_tokens} tokens of KV at {token_bytes} bytes a token; "
-            "raise --sparse-kv-host-memory"
+            f"{host_bytes / 1e9:.3f} GB of host memory hold {max(host_pages, 0)} pages of {geometry.page_size} tokens "
+            f"beside one for padding, at {geometry.page_bytes} bytes a page; raise --sparse-kv-host-memory"
         )
-    headroom = min(-(-int(config.prefetch_cap * shape.budget_pages * 1000) // 1000), geometry.max_pages)
-    slots = slots_for(cache_bytes, geometry, config)
+    headroom = shape.prefetch_pages(config.prefetch_cap)
+    slots = max(0, cache_bytes) // slot_bytes(geometry, config)
     running = min(requested_running, largest_batch(slots, shape, geometry.max_pages, headroom))
     if running < 1:
         needed = needed_slots(1, shape, geometry.max_pages, headroom)
-        scale = needed / max(slots, 1)
         raise ValueError(
             f"the page cache of {cache_bytes / 1e9:.3f} GB has {slots} slots per layer and kv head, one request needs "
-            f"{needed}; raise cache_memory in --sparse-kv-config to {cache_bytes * scale / 1e9:.3f} GB or lower "
-            f"--sparse-kv-budget ({config.budget})"
+            f"{needed}; raise cache_memory in --sparse-kv-config to {needed * slot_bytes(geometry, config)} bytes or "
+            f"lower --sparse-kv-budget ({config.budget})"
         )
     # More slots than the host has pages would never be used.
-    slots = min(
-        slots, max(needed_slots(running, shape, geometry.max_pages, headroom), host_tokens // geometry.page_size)
-    )
-    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_tokens // geometry.page_size + 1)
+    slots = min(slots, max(needed_slots(running, shape, geometry.max_pages, headroom), host_pages))
+    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_pages + 1)
     return Plan(
-        host_bytes=host_bytes,
-        host_tokens=host_tokens,
+        host_bytes=host_pages * geometry.page_bytes,
+        host_tokens=host_pages * geometry.page_size,
         max_running_requests=running,
         slots=slots,
         prefetch_headroom=headroom,
@@ -197,10 +201,8 @@ def config_of(server_args) -> SparseKVConfig:
 
 def fixed_bytes(config: SparseKVConfig, geometry: Geometry, host_bytes: int, running: int, cuda: bool) -> int:
     """Device bytes that do not depend on the number of slots."""
-    page_bytes = geometry.num_layers * geometry.kv_heads * geometry.unit_bytes
-    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_bytes // page_bytes + 1)
-    shape = SelectionShape.from_tokens(geometry.page_size, config.budget, config.sinks, config.window)
-    return sum(device_bytes(settled, 0, config, shape, cuda).values())
+    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_bytes // geometry.page_bytes)
+    return sum(device_bytes(settled, 0, config, selection_shape(geometry, config), cuda).values())
 
 
 def plan_for_configurator(configurator, available_device_bytes: int) -> Plan:
@@ -223,9 +225,15 @@ def plan_for_configurator(configurator, available_device_bytes: int) -> Plan:
     running = server_args.max_running_requests or (DEFAULT_MAX_RUNNING_CPU if on_cpu else DEFAULT_MAX_RUNNING_CUDA)
     geometry = geometry_of(configurator)
     if server_args.max_total_tokens:
-        token_bytes = geometry.num_layers * geometry.kv_heads * geometry.unit_bytes // geometry.page_size
-        host = min(host, server_args.max_total_tokens * token_bytes)
-    cache = available_device_bytes - fixed_bytes(config, geometry, host, running, cuda=not on_cpu)
+        pages = server_args.max_total_tokens // geometry.page_size + 1  # and the dummy page
+        host = min(host, pages * geometry.page_bytes)
+    fixed = fixed_bytes(config, geometry, host, running, cuda=not on_cpu)
+    cache = available_device_bytes - fixed
+    if not on_cpu and cache <= 0:
+        raise ValueError(
+            f"landmarks, tables and scratch for {host / 1e9:.1f} GB of host KV take {fixed / 1e9:.2f} GB of device "
+            f"memory and {available_device_bytes / 1e9:.2f} GB are free; lower --sparse-kv-host-memory"
+        )
     if config.cache_memory != "auto":
         wanted = parse_size(config.cache_memory, total=available_device_bytes, name="cache_memory")
         if not on_cpu and wanted > cache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class SparseKVRuntime:
             clock += 1
 
     def _set_caps(self) -> None:
-        cap = math.ceil(self.policy.prefetch_cap * self.shape.budget_pages)
+        cap = self.shape.prefetch_pages(self.policy.prefetch_cap)
         self.prefetch_cap.fill_(cap if self.policy.prefetch else -1)
         self.forced_cap.fill_(self.shape.forced_pages if self.policy.prefetch else -1)
 
@@ -104,21 +103,24 @@ class SparseKVRuntime:
                 "sparse_kv policy is fixed in this server; start it with --sparse-kv-config '{\"debug\": true}'"
             )
         new = self.policy.changed(update, self.config, self.geometry.page_size)
-        shape = SelectionShape.from_tokens(self.geometry.page_size, new.budget, self.config.sinks, self.config.window)
-        if new.cache_slots and not shape.width <= new.cache_slots <= self.plan.slots:
+        geometry, started = self.geometry, self.config
+        shape = SelectionShape.from_tokens(
+            geometry.page_size, new.budget, started.sinks, started.window, geometry.max_pages
+        )
+        least = min(shape.width, geometry.max_pages)
+        if new.cache_slots and not least <= new.cache_slots <= self.plan.slots:
             raise ValueError(
-                f"sparse_kv policy cache_slots must be within {shape.width} (one selection) and {self.plan.slots} "
+                f"sparse_kv policy cache_slots must be within {least} (one selection) and {self.plan.slots} "
                 f"(allocated), got {new.cache_slots}"
             )
         captured = [name for name in CAPTURED if getattr(new, name) != getattr(self.policy, name)]
         if captured and self.device.type == "cuda":
             raise ValueError(f"sparse_kv policy {', '.join(captured)} is part of the CUDA graphs; restart to change it")
-        transfer = self._transfer(new.transfer, new.seed)
+        self.transfer.join_all()
         if new.residency != self.policy.residency:
             self.cache.set_residency(new.residency)
+        self.transfer = self._transfer(new.transfer, new.seed)
         self.cache.limit_slots(new.cache_slots)
-        self.transfer.join_all()
-        self.transfer = transfer
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
         self._set_caps()

@@ -1,0 +1,286 @@
+"""The planner: nothing beyond what it was given, the capacity rule always, and one sentence when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.sparse_kv import planner
+from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+from sglang.srt.sparse_kv.prefill import Prefill
+from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+GB = 10**9
+
+
+def model(layers=2, kv_heads=2, dim=8, page=8, context=200, dtype=torch.float32) -> Geometry:
+    return Geometry(layers, kv_heads, 2, dim, page, 0, -(-(context + 8) // page) + 1, 0, dtype, dtype)
+
+
+def config(**values) -> SparseKVConfig:
+    return SparseKVConfig.from_dict({"budget": 64, "sinks": 8, "window": 16, **values})
+
+
+SITUATIONS = {
+    "geometry": st.builds(
+        model,
+        layers=st.integers(1, 5),
+        kv_heads=st.integers(1, 3),
+        dim=st.sampled_from([8, 64]),
+        page=st.sampled_from([8, 16, 32]),
+        context=st.integers(1, 3000),
+        dtype=st.sampled_from([torch.float32, torch.float16]),
+    ),
+    "settings": st.builds(
+        config,
+        budget=st.integers(32, 4096),
+        sinks=st.integers(0, 300),
+        window=st.integers(0, 300),
+        residency=st.sampled_from(["all", "none", 0.5, [0]]),
+        ring=st.integers(2, 4),
+        prefetch_cap=st.floats(0, 1),
+        debug=st.booleans(),
+    ),
+    "cache": st.floats(0.8, 40),  # in what one request needs
+    "host": st.floats(1.5, 3000),  # in pages
+    "requested": st.integers(1, 300),
+}
+
+
+def plan_or_none(geometry, settings, cache: int, host: int, requested: int):
+    try:
+        return planner.plan(settings, geometry, cache, host, requested)
+    except ValueError as error:
+        sentence(error)
+        return None
+
+
+def in_bytes(geometry, settings, cache: float, host: float) -> tuple[int, int]:
+    shape = planner.selection_shape(geometry, settings)
+    slots = planner.needed_slots(1, shape, geometry.max_pages, shape.prefetch_pages(settings.prefetch_cap))
+    return int(cache * slots * planner.slot_bytes(geometry, settings)), int(host * geometry.page_bytes)
+
+
+def sentence(error: Exception) -> str:
+    text = str(error)
+    assert "\n" not in text and re.search(r"\d", text) and re.search(r"; (raise|lower) ", text), text
+    assert not re.search(r"-\d", text), f"a negative number means nothing to a reader: {text}"
+    return text
+
+
+@settings(max_examples=150)
+@given(**SITUATIONS)
+def test_never_more_than_was_given(geometry, settings, cache, host, requested):
+    cache, host = in_bytes(geometry, settings, cache, host)
+    plan = plan_or_none(geometry, settings, cache, host, requested)
+    if plan is None:
+        return
+    page = geometry.page_size
+    assert 1 <= plan.max_running_requests <= requested
+    assert plan.host_tokens % page == 0 and plan.host_bytes + geometry.page_bytes <= host
+    assert plan.host_bytes == plan.host_tokens * geometry.page_bytes // page, "SGLang divides this by bytes a token"
+    assert plan.slots * planner.slot_bytes(geometry, settings) <= cache
+    assert plan.device_bytes["page cache"] <= cache
+    needed = planner.needed_slots(plan.max_running_requests, plan.shape, geometry.max_pages, plan.prefetch_headroom)
+    assert plan.slots >= needed, "the capacity rule"
+    assert 0 <= plan.prefetch_headroom <= plan.shape.budget_pages
+    assert plan.shape.width <= 3 * geometry.max_pages + 1, "what no request can own costs nothing"
+
+
+@settings(max_examples=60)
+@given(**SITUATIONS, more=st.integers(1, 10**9))
+def test_more_memory_never_serves_less(geometry, settings, cache, host, requested, more):
+    cache, host = in_bytes(geometry, settings, cache, host)
+    plan = plan_or_none(geometry, settings, cache, host, requested)
+    if plan is None:
+        return
+    cached, hosted = (
+        plan_or_none(geometry, settings, cache + more, host, requested),
+        plan_or_none(geometry, settings, cache, host + more, requested),
+    )
+    assert cached.slots >= plan.slots and cached.max_running_requests >= plan.max_running_requests
+    assert hosted.host_tokens >= plan.host_tokens and hosted.max_running_requests == plan.max_running_requests
+
+
+@pytest.mark.parametrize("requests", [1, 2, 7])
+@pytest.mark.parametrize(
+    "values", [{}, {"residency": "none"}, {"debug": True}, {"prefetch_cap": 0.3}, {"budget": 4096}]
+)
+def test_one_slot_less_admits_one_request_less(requests, values):
+    geometry, settings = model(), config(**values)
+    shape = planner.selection_shape(geometry, settings)
+    headroom = shape.prefetch_pages(settings.prefetch_cap)
+    needed = planner.needed_slots(requests, shape, geometry.max_pages, headroom)
+    exact = needed * planner.slot_bytes(geometry, settings)
+    assert planner.plan(settings, geometry, exact, GB, 8).max_running_requests == requests
+    assert planner.plan(settings, geometry, exact, GB, requests).slots >= needed
+    if requests > 1:
+        assert planner.plan(settings, geometry, exact - 1, GB, 8).max_running_requests == requests - 1
+    else:
+        with pytest.raises(ValueError) as caught:
+            planner.plan(settings, geometry, exact - 1, GB, 8)
+        text = sentence(caught.value)
+        assert f"one request needs {needed}" in text and f"to {exact} bytes" in text, "the advice is exact"
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2])
+def test_a_host_that_holds_next_to_nothing(pages):
+    geometry = model()
+    with pytest.raises(ValueError, match="host memory hold") as caught:
+        planner.plan(config(), geometry, GB, (pages + 1) * geometry.page_bytes - 1, 1)
+    sentence(caught.value)
+    assert planner.plan(config(), geometry, GB, 3 * geometry.page_bytes, 1).host_tokens == 2 * geometry.page_size
+
+
+def sizes(runtime: SparseKVRuntime, prefill: Prefill) -> dict[str, int]:
+    """Bytes of the tensors that were really made."""
+
+    def size(*tensors) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    buffers = runtime.cache.buffers()
+    return {
+        "page cache": size(*(b.kv for b in buffers)),
+        "unit tables": sum(size(b.slot_of, b.page_of, b.stamp, b.ahead) for b in buffers),
+        "landmarks": size(runtime.landmarks),
+        "predictions": size(runtime.predicted),
+        "prefill staging": size(prefill.staging),
+    }
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("residency", ["all", "none", [1], 0.5])
+@pytest.mark.parametrize("page", [8, 32])
+def test_the_table_is_what_is_allocated(page, residency, debug):
+    geometry = model(layers=3, page=page, dtype=torch.float16)
+    settings = config(residency=residency, debug=debug, ring=2)
+    host_bytes = 60 * geometry.page_bytes
+    plan = planner.plan(settings, geometry, 20_000_000, host_bytes, 3)
+    settled = dataclasses.replace(
+        geometry, num_pages=plan.host_tokens // page + 1, max_requests=plan.max_running_requests
+    )
+    host = torch.zeros((3, settled.num_pages, 2, 2, page, 8), dtype=torch.float16)
+    runtime = SparseKVRuntime(settings, settled, plan, host, torch.device("cpu"))
+    assert sizes(runtime, Prefill(runtime)) == plan.device_bytes
+    assert host.numel() * host.element_size() == plan.host_bytes + geometry.page_bytes <= host_bytes
+
+
+def test_settings_beyond_the_context_cost_nothing():
+    geometry = model(context=200)
+    small = planner.plan(config(budget=400, sinks=400, window=400), geometry, GB, GB, 4)
+    large = planner.plan(config(budget=10**7, sinks=10**7, window=10**7), geometry, GB, GB, 4)
+    assert small.device_bytes == large.device_bytes and small.shape == large.shape
+    length = torch.arange(200)
+    huge = SelectionShape.from_tokens(8, 10**7, 10**7, 10**7)
+    assert all(torch.equal(a, b) for a, b in zip(large.shape.candidate_bounds(length), huge.candidate_bounds(length)))
+
+
+def test_the_table_names_every_purpose_once():
+    plan = planner.plan(config(), model(), GB, GB, 4)
+    text = plan.table()
+    assert text.splitlines()[0] == "sparse KV plan (per rank)"
+    for name in ("host KV pool", "slots", "max running requests", *plan.device_bytes):
+        assert text.count(name) == 1
+    assert plan.as_dict()["shape"]["page_size"] == 8
+
+
+# ---------------------------------------------------------------- from SGLang's configurator
+
+
+def configurator(monkeypatch, device="cpu", tp=1, free=50 * GB, total=100 * GB, context=2000, **given):
+    """As much of SGLang's configurator as the planner reads. given: server arguments, and `sparse`: our settings."""
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=tp))
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(page_size=16))
+    memory = SimpleNamespace(available=free, total=total)
+    monkeypatch.setattr(planner, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    arguments = {"max_running_requests": None, "max_total_tokens": None, "tp_size": tp, **given}
+    arguments["_sparse_kv"] = config(**arguments.pop("sparse", {})).to_dict()
+    heads = SimpleNamespace(
+        get_num_kv_heads=lambda tp_size: max(1, 4 // tp_size), num_attention_heads=8, head_dim=64, context_len=context
+    )
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**arguments),
+        device=device,
+        model_config=heads,
+        kv_cache_dtype=torch.float16,
+        layer_info=SimpleNamespace(num_effective_layers=4),
+    )
+
+
+def test_defaults_on_the_cpu(monkeypatch):
+    plan = planner.plan_for_configurator(configurator(monkeypatch), 10 * GB)
+    page_bytes = planner.geometry_of(configurator(monkeypatch)).page_bytes
+    assert planner.current_plan() is plan
+    assert plan.max_running_requests == planner.DEFAULT_MAX_RUNNING_CPU
+    assert 0 <= planner.CPU_HOST_BYTES - plan.host_bytes - page_bytes < page_bytes
+    assert plan.device_bytes["page cache"] <= planner.CPU_CACHE_BYTES
+
+
+@pytest.mark.parametrize("tokens", [32, 100, 4096, 4097])
+def test_a_pool_of_the_tokens_that_were_asked_for(monkeypatch, tokens):
+    """SGLang rounds the limit down to whole pages and checks that the pool has just as many."""
+    plan = planner.plan_for_configurator(configurator(monkeypatch, max_total_tokens=tokens), GB)
+    assert plan.host_tokens == tokens // 16 * 16
+
+
+def test_ranks_share_the_host(monkeypatch):
+    one = planner.plan_for_configurator(configurator(monkeypatch, sparse={"host_memory": "1GB"}), GB)
+    two = planner.plan_for_configurator(configurator(monkeypatch, tp=2, sparse={"host_memory": "1GB"}), GB)
+    assert 2 * two.host_bytes <= GB and abs(two.host_tokens - one.host_tokens) <= 16, "half the bytes, half the heads"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sparse": {"host_memory": "60GB"}}, r"asks for 60.0 GB and 50.0 GB are available"),
+        ({"sparse": {"host_memory": "90%"}}, r"asks for 90.0 GB and 50.0 GB are available"),
+        ({"sparse": {"host_memory": 1000}}, r"host memory hold 0 pages"),
+        ({"sparse": {"cache_memory": 1000}}, r"has 0 slots per layer and kv head, one request needs"),
+    ],
+)
+def test_refusals_on_the_cpu(monkeypatch, given, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        planner.plan_for_configurator(configurator(monkeypatch, **given), GB)
+    sentence(caught.value)
+
+
+@settings(max_examples=100)
+@given(
+    device=st.integers(1 * GB, 40 * GB),
+    host=st.integers(GB // 100, 40 * GB),
+    requested=st.integers(1, 200),
+    residency=st.sampled_from(["all", "none", 0.5]),
+)
+def test_on_a_gpu_everything_together_fits(device, host, requested, residency):
+    with pytest.MonkeyPatch.context() as patch:
+        sparse = {"host_memory": host, "residency": residency}
+        given = configurator(patch, "cuda", max_running_requests=requested, sparse=sparse)
+        try:
+            plan = planner.plan_for_configurator(given, device)
+        except ValueError as error:
+            sentence(error)
+            assert host > 10 * device, "only landmarks can crowd the cache out"
+            return
+    assert sum(plan.device_bytes.values()) <= device
+    assert "kernel scratch" in plan.device_bytes
+
+
+@pytest.mark.parametrize("sparse", [{"host_memory": "40GB"}, {"host_memory": "1GB", "cache_memory": "99%"}])
+def test_a_gpu_that_is_too_small_is_one_sentence(monkeypatch, sparse):
+    with pytest.raises(ValueError) as caught:
+        planner.plan_for_configurator(configurator(monkeypatch, "cuda", sparse=sparse), GB)
+    sentence(caught.value)
+
+
+def test_a_forgotten_plan_is_noticed(monkeypatch):
+    monkeypatch.setattr(planner, "_current", None)
+    with pytest.raises(RuntimeError, match="was not planned"):
+        planner.current_plan()
