@@ -230,7 +230,7 @@ def in_force(hook: Hook) -> bool:
     """Whether calling the target runs the hook."""
     function = getattr(_raw(hook.target), "__func__", _raw(hook.target))
     while function is not None:
-        if any(cell.cell_contents is hook.function for cell in function.__closure__ or ()):
+        if any(cell.cell_contents is hook.function for cell in getattr(function, "__closure__", None) or ()):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
