@@ -26,7 +26,7 @@ class Chunk:
 @dataclass
 class PrefillStep:
     chunks: list[Chunk]
-    written: torch.Tensor  # int64 [M] physical pages that the batch writes
+    written: torch.Tensor  # int64 [M] physical pages that the batch writes, in the order of their tokens
     written_tokens: torch.Tensor  # int64 [M] committed tokens of each, this batch's included
 
 
@@ -55,11 +55,14 @@ class Prefill:
         page, offset = loc.long() // page_size, loc.long() % page_size
         written, inverse = torch.unique(page, return_inverse=True)
         filled = torch.zeros_like(written).scatter_reduce(0, inverse, offset + 1, "amax")
-        self.step = PrefillStep(chunks, written, filled)
+        last = torch.zeros_like(written).scatter_reduce(0, inverse, torch.arange(len(loc), device=loc.device), "amax")
+        order = last.argsort()
+        self.step = PrefillStep(chunks, written[order], filled[order])
 
     def forward(self, layer: int, q, k, v, loc: torch.Tensor, scale: float) -> torch.Tensor:
         """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]."""
         runtime, step = self.runtime, self.step
+        assert step is not None, "begin comes before the layers"
         view = runtime.cache.views[layer]
         runtime.ops.store_chunk(view, k, v, loc, through=not runtime.policy.skip_write_through)
         self._refresh_cache(layer, view, step)

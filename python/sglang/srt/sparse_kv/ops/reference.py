@@ -149,7 +149,9 @@ def _slots_of(view: LayerView, pages: torch.Tensor) -> torch.Tensor:
     return torch.where(pages >= 0, table.gather(2, pages.clamp(min=0).long()), NONE)
 
 
-def _distinct(view: LayerView, missing: torch.Tensor, pages: torch.Tensor, tokens, by_rank: bool):
+def _distinct(
+    view: LayerView, missing: torch.Tensor, pages: torch.Tensor, tokens, by_rank: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The units marked in `missing`, once each: (head, page, tokens). Heads ascend, then pages or, by_rank, ranks and
     requests.
 
@@ -363,8 +365,6 @@ def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: to
     head = torch.arange(heads, device=pages.device).repeat_interleave(pages.numel())
     before = view.counters.clone()
     fetch = _enter(view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False)
-    view.counters[MISSED], view.counters[TOKENS_IN] = (
-        before[MISSED],
-        before[TOKENS_IN],
-    )  # copied on the device
+    copied = [MISSED, TOKENS_IN]  # on the device, where the chunk is: nothing missed and nothing crossed the link
+    view.counters[copied] = before[copied]
     return fetch

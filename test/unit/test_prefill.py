@@ -1,0 +1,220 @@
+"""Prefill against dense attention: chunks around page borders, long prefixes, scattered pages, odd transfers.
+
+`Rig.extend` compares every output of every layer with dense attention over the history.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from sglang.srt.sparse_kv.ops import reference_attention
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE
+from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS
+from sparse_rig import SCALE, Rig, dense
+
+PAGE = 8
+BORDERS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
+
+
+def small_blocks(rig: Rig, pages: int) -> Rig:
+    """Staging slots of so few pages that a short prefix needs several turns."""
+    rig.prefill.block_pages = pages
+    rig.prefill.staging = rig.prefill.staging[:, :pages].clone().fill_(float("nan"))
+    return rig
+
+
+def resident(rig: Rig, layer: int, page: int) -> list[bool]:
+    return (rig.runtime.cache.views[layer].slot_of[:, page] >= 0).tolist()
+
+
+@pytest.mark.parametrize("prefix", (0, *BORDERS, 4 * PAGE - 1, 4 * PAGE + 1))
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_chunks_around_page_borders(prefix, blocks):
+    """Chunk after chunk on an arbitrary prefix; blocks: pages in a staging slot."""
+    for chunk in BORDERS:
+        rig = small_blocks(Rig(seed=chunk, layers=2, pages=60, context=300, requests=1), blocks)
+        rig.start(1)
+        if prefix:
+            rig.extend({1: prefix})
+        rig.extend({1: chunk})
+        rig.extend({1: 1})
+        rig.runtime.cache.check()
+        rig.decode([1])
+
+
+@pytest.mark.parametrize("transfer", sorted(set(CPU_TRANSFERS) - {"oracle"}))
+def test_a_prefix_longer_than_both_staging_slots(transfer):
+    """Seven blocks take turns in two slots; a slot overwritten too early, or read too early, shows."""
+    rig = small_blocks(Rig(seed=2, layers=3, pages=90, context=600, requests=2), 4)
+    rig.runtime.apply_policy({"transfer": transfer, "seed": 3, "check": 1})
+    rig.start(1)
+    for tokens in (7 * 4 * PAGE - 5, 3, 40, 1):
+        rig.extend({1: tokens})
+    rig.decode([1])
+
+
+def test_the_real_staging_slots_with_a_prefix_beyond_them():
+    rig = Rig(seed=2, layers=1, kv_heads=1, page=32, pages=80, context=2400, requests=1)
+    assert rig.prefill.block_pages * 32 == 1024
+    rig.start(1)
+    for tokens in (1023, 2, 1060, 5):
+        rig.extend({1: tokens})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_requests_on_scattered_and_shared_pages(seed):
+    draw = random.Random(seed)
+    rig = small_blocks(Rig(seed=seed, layers=2, pages=150, context=300, requests=4), 2)
+    rig.runtime.apply_policy({"transfer": draw.choice(["plain", "delayed", "reordered"]), "seed": seed})
+    rig.start(1)
+    rig.extend({1: 70})
+    rig.fork(2, 1, 64)
+    rig.fork(3, 1, 8)
+    rig.start(4)
+    for _ in range(6):
+        batch = draw.sample([1, 2, 3, 4], draw.randint(1, 4))
+        rig.extend({req: draw.choice((*BORDERS, 20)) for req in batch})
+        rig.runtime.cache.check()
+        rig.decode([r for r in (1, 2, 3, 4) if rig.length(r)])
+
+
+def test_a_chunk_is_exact_with_the_cache_full_and_with_nothing_resident():
+    for residency, slots in itertools.product((1.0, 0.0, 0.5), (0, 1)):
+        rig = Rig(seed=3, layers=2, pages=90, context=300, requests=1)
+        rig.runtime.apply_policy({"residency": residency, "cache_slots": slots * rig.runtime.shape.width})
+        rig.start(1)
+        for _ in range(4):
+            rig.extend({1: 50})
+            rig.decode([1])
+
+
+# ---------------------------------------------------------------- what a prefill leaves in the cache
+
+
+def test_rewritten_pages_lose_their_entries_in_every_layer_and_head():
+    rig = Rig(seed=4, layers=3, pages=60, context=300, requests=2)
+    rig.start(1)
+    rig.extend({1: 3 * PAGE})
+    rig.decode([1])
+    pages = rig.owned[1][:3]
+    rig.finish(1)
+    before = {page: [resident(rig, layer, page) for layer in range(3)] for page in pages}
+    assert all(flags == [[True, True]] * 3 for flags in before.values())
+    rig.free = [page for page in rig.free if page not in pages] + pages  # handed out first
+    rig.start(2)
+    rig.extend({2: 2 * PAGE + 3})  # `check_selected` compares bytes in the steps that follow
+    for _ in range(2 * PAGE):
+        rig.decode([2])
+
+
+def test_the_latest_tokens_get_the_free_slots():
+    """Whatever numbers their pages have: the next step wants the end of the text."""
+    rig = Rig(seed=5, layers=1, pages=60, context=300, requests=1)
+    least = rig.runtime.shape.width
+    rig.runtime.apply_policy({"cache_slots": least})
+    rig.start(1)
+    pages = least + 5
+    rig.free = sorted(rig.free)  # the last page is handed out first, so the text runs down through the pool
+    rig.extend({1: pages * PAGE - 2})
+    owned = rig.owned[1]
+    assert owned == sorted(owned, reverse=True) and len(owned) == pages
+    assert [all(resident(rig, 0, page)) for page in owned] == [False] * 5 + [True] * least
+
+
+def test_prefill_spares_what_decode_selected():
+    rig = Rig(seed=6, layers=1, pages=120, context=500, requests=2)
+    rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width})
+    rig.start(1)
+    rig.extend({1: 200})
+    for _ in range(3):
+        rig.decode([1])
+    view = rig.runtime.cache.views[0]
+    newest = view.stamp == rig.runtime.clock
+    chosen = view.page_of[newest].clone()
+    assert len(chosen) == 2 * rig.runtime.shape.width
+    rig.start(2)
+    rig.extend({2: 300})
+    assert torch.equal(view.page_of[newest], chosen)
+    counted = dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))
+    missed = counted["missed"]
+    rig.decode([1])
+    assert dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))["missed"] >= missed
+
+
+def test_a_prefill_is_no_miss_and_no_traffic():
+    rig = Rig(seed=7, layers=2, pages=60, context=300, requests=1)
+    rig.start(1)
+    for tokens in (40, 3, 50):
+        rig.extend({1: tokens})
+    counted = rig.runtime.cache.counters.sum(0).tolist()
+    assert counted == [0] * len(COUNTERS)
+    rig.decode([1])
+    counted = dict(zip(COUNTERS, rig.runtime.cache.counters.sum(0).tolist()))
+    assert counted["missed"] == 0 and counted["hit"] == counted["selected"], "the chunks were kept"
+
+
+def test_a_new_owner_inherits_no_prediction():
+    rig = Rig(seed=8, layers=3, pages=90, context=300, requests=2, residency="none")
+    rig.start(1)
+    rig.extend({1: 150})
+    rig.start(2)
+    rig.extend({2: 150})
+    rig.decode([1, 2])
+    assert bool((rig.runtime.predicted[1:3] != NONE).any(-1).all())
+    kept = rig.runtime.predicted[2].clone()
+    rig.finish(1)
+    rig.start(1)
+    rig.extend({1: 3})
+    assert bool((rig.runtime.predicted[1] == NONE).all()) and torch.equal(rig.runtime.predicted[2], kept)
+
+
+def test_prefixes_written_by_decode():
+    """A chat's second turn: its prefix was written one token at a time, its landmarks made on the way."""
+    rig = small_blocks(Rig(seed=9, layers=2, pages=120, context=400, requests=3), 2)
+    rig.start(1)
+    rig.extend({1: 5})
+    for _ in range(6 * PAGE):
+        rig.decode([1])
+    rig.fork(2, 1, 6 * PAGE)
+    rig.finish(1)
+    rig.runtime.flush()
+    rig.extend({2: 11})
+    for _ in range(12):
+        rig.decode([2])
+
+
+# ---------------------------------------------------------------- its two operations
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_blocks_merge_into_dense_attention(tokens, group):
+    rand = torch.Generator().manual_seed(tokens)
+    heads, dim, keys = 2, 8, (5, 1, 33)
+    q = torch.randn(tokens, heads * group, dim, generator=rand) * 3
+    k, v = (torch.randn(sum(keys) + tokens, heads, dim, generator=rand) * 3 for _ in range(2))
+    mask = torch.arange(len(k))[None] <= sum(keys) + torch.arange(tokens)[:, None]
+    expected = dense(q, k, v, mask)
+    parts, start = [], 0
+    for size in keys:
+        block = slice(start, start := start + size)
+        args = q, k[block].transpose(0, 1), v[block].transpose(0, 1)
+        parts.append(reference_attention.attend_block(*args, SCALE, causal=False))
+    args = q, k[start:].transpose(0, 1), v[start:].transpose(0, 1)
+    parts.append(reference_attention.attend_block(*args, SCALE, causal=True))
+    for order in itertools.permutations(parts):
+        out, lse = order[0]
+        for part in order[1:]:
+            out, lse = reference_attention.merge(out, lse, *part)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_merging_keeps_the_side_that_matters():
+    """Scores so far apart that their exponentials are beyond what float32 holds."""
+    a, b = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 5.0)
+    for far in (100.0, 300.0, 1e30):
+        out, lse = reference_attention.merge(a, torch.tensor([[far]]), b, torch.tensor([[-far]]))
+        assert torch.equal(out, a) and lse.item() == pytest.approx(far)
