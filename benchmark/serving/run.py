@@ -1,0 +1,399 @@
+"""Decode throughput of dense SGLang and of sparse KV, over HTTP, on one model and the same prompts.
+
+    python -m benchmark.serving.run --model MODEL --output result.json \\
+        --variants dense sparse --lengths 8192 32768 --batches 1 4 8 16 max --policies default on_demand oracle
+
+Each variant is a ``launch_server`` of its own, one after another. Prompts are real text, distinct, of the exact
+length, and prefilled once: every batch size and policy finds them in the prefix cache. B streams start together;
+the speed counts from the moment when the last of them is warm until the first finishes. Results are saved after
+every cell, and a second command with the same --output continues where the first stopped. README.md explains
+the options and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark.corpus import Corpus
+from benchmark.serving import policies, server
+from benchmark.serving.client import Trace, run_streams, session, stream, window_of
+from benchmark.serving.record import Record, difference
+
+# What each variant adds to --sparse-kv-config; None for plain SGLang.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "sparse": {},
+    "one_row": {"guide": "none"},
+    "paper": {"residency": "none"},
+}
+_START = time.monotonic()
+# A command must end by itself, so a cell starts only if it can be expected to finish in time.
+_CELL_SECONDS = 20
+
+
+def say(text: str) -> None:
+    print(f"[serving] {time.monotonic() - _START:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+class OutOfTime(Exception):
+    """The command's time does not suffice for the next piece of work."""
+
+
+class Benchmark:
+    """One command: ``options`` as parsed, ``record`` where results go."""
+
+    def __init__(self, options: argparse.Namespace, record: Record):
+        self.options, self.record = options, record
+        self.corpus = Corpus(options.text, options.seed)
+        self.start = time.monotonic()
+        self._tokenizer: Any = None
+
+    # ------------------------------------------------------------------ commands
+
+    def command(self, variant: str, port: int) -> list[str]:
+        """How a variant is started; the flags beside ``--sparse-kv`` are the same for all."""
+        o = self.options
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", o.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(o.seed)]
+        command += ["--incremental-streaming-output", "--context-length", str(max(o.lengths) + o.tokens + 16)]
+        if o.device == "cpu":
+            command += ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--page-size", "16"]
+            command += ["--max-running-requests", str(max(self.numbers()))]
+            if variant == "dense":
+                command += ["--max-total-tokens", "20000"]
+        else:
+            command += ["--dtype", o.dtype, "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
+            command += ["--chunked-prefill-size", str(o.chunk)]
+            command += ["--cuda-graph-bs-decode", *map(str, sorted({*self.numbers(), *o.graphs}))]
+            fraction = self.memory_fraction()
+            if fraction:
+                command += ["--mem-fraction-static", f"{fraction:.4f}"]
+            if o.tp > 1:
+                command += ["--tp-size", str(o.tp)]
+            if variant == "dense":
+                command += ["--attention-backend", "flashinfer"]
+        more = VARIANTS[variant]
+        if more is not None:
+            config = {"debug": True, **o.sparse_config, **more}
+            command += ["--sparse-kv", "dualdecoder", "--sparse-kv-budget", str(o.budget)]
+            command += ["--sparse-kv-host-memory", o.host_memory, "--sparse-kv-config", json.dumps(config)]
+        return command + o.server_args.split()
+
+    def memory_fraction(self) -> float | None:
+        """``--mem-fraction-static`` that keeps a process within ``--cap-gb``.
+
+        SGLang counts weights and KV against this share of what is free before loading; context, workspaces,
+        activations and graphs come on top, for which ``--reserve-gb`` is set aside.
+        """
+        total = server.gpu_total_bytes()
+        if not self.options.cap_gb or total is None:
+            return None
+        return (self.options.cap_gb - self.options.reserve_gb) * 1e9 / (total - 0.7e9)
+
+    def numbers(self) -> list[int]:
+        """The batch sizes given as numbers."""
+        return [int(batch) for batch in self.options.batches if batch != "max"] or [1]
+
+    # ------------------------------------------------------------------ running
+
+    def run(self) -> None:
+        for variant in self.options.variants:
+            missing = [cell for cell in self.cells(variant, None) if self.record.find(cell) is None]
+            if not missing:
+                say(f"{variant}: all cells are measured")
+                continue
+            if self.options.url:
+                self.measure_all(variant, self.options.url, None)
+                continue
+            self.check_time(120 if self.options.device == "cuda" else 40)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            log = self.options.logs / f"{variant}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            command = self.command(variant, port)
+            with server.Server(command, f"http://127.0.0.1:{port}", log, {"HF_HUB_OFFLINE": "1"}, say) as running:
+                try:
+                    self.measure_all(variant, running.url, running)
+                finally:
+                    self.note_server(variant, running)
+
+    def note_server(self, variant: str, running: server.Server) -> None:
+        peak, cap = running.memory.peak / 1e9, self.options.cap_gb
+        self.record.server(
+            {
+                "variant": variant,
+                "command": running.command,
+                "start_seconds": round(running.start_seconds, 1),
+                "peak_memory_gb": round(peak, 2),
+                "peak_memory_source": running.memory.source,
+                "over_cap": bool(cap and running.memory.source != "resident" and peak > cap),
+            }
+        )
+        say(f"{variant}: took {peak:.1f} GB ({running.memory.source}){' OVER THE CAP' if cap and peak > cap else ''}")
+
+    def cells(self, variant: str, capacity: int | None, length: int | None = None) -> list[dict[str, Any]]:
+        """Keys of all cells of a variant, in the order in which they are measured."""
+        found = []
+        for tokens in [length] if length else self.options.lengths:
+            for policy in self.options.policies if variant != "dense" else ["default"]:
+                for batch in self.options.batches:
+                    number: int | str = batch if batch == "max" else int(batch)
+                    found.append(
+                        {
+                            "variant": variant,
+                            "length": tokens,
+                            "policy": policy,
+                            "batch": number,
+                            "temperature": self.options.temperature,
+                        }
+                    )
+        return found
+
+    def measure_all(self, variant: str, url: str, running: server.Server | None) -> None:
+        started = server.info(url)
+        first = started["internal_states"][0]
+        sparse = first.get("sparse_kv")
+        if variant != "dense" and not sparse:
+            raise RuntimeError("the server reports no sparse KV in /server_info; look at its log")
+        self.record.server(
+            {
+                "variant": variant,
+                "max_total_num_tokens": started["max_total_num_tokens"],
+                "max_running_requests": first["effective_max_running_requests_per_dp"],
+                "memory_usage": first.get("memory_usage"),
+                "plan": sparse and sparse.get("plan"),
+                "policy": sparse and sparse.get("policy"),
+            }
+        )
+        for length in self.options.lengths:
+            todo = [cell for cell in self.cells(variant, None, length) if self.record.find(cell) is None]
+            if not todo:
+                continue
+            per_request = length + self.options.tokens + 16
+            capacity = min(
+                started["max_total_num_tokens"] // per_request, first["effective_max_running_requests_per_dp"]
+            )
+            say(f"{variant}, {length} tokens: holds {capacity} requests")
+            wanted = [capacity if cell["batch"] == "max" else cell["batch"] for cell in todo]
+            fitting = [batch for batch in wanted if batch <= capacity]
+            if fitting:
+                prompts = self.prompts(max(fitting) + 1, length)
+                self.prefill(variant, url, prompts[:-1], prompts[-1])
+            for cell, batch in zip(todo, wanted, strict=True):
+                if not 1 <= batch <= capacity:
+                    self.record.add({**cell, "skipped": f"holds {capacity} requests"})
+                    continue
+                self.check_time(self._cell_seconds())
+                if running:
+                    running.check_alive()
+                self.record.add(self.measure(url, {**cell, "streams": batch}, prompts[:batch], sparse))
+            server.flush(url)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        self._tokenizer = self._tokenizer or load_tokenizer(self.options.model)
+        return self.corpus.prompts(self._tokenizer, count, length)
+
+    # ------------------------------------------------------------------ one server
+
+    def prefill(self, variant: str, url: str, prompts: list[list[int]], spare: list[int]) -> None:
+        """Bring all prompts into the prefix cache and note the cold times to the first token.
+
+        ``spare`` goes first, so that compilation and first allocations do not count.
+        """
+        length = len(spare)
+        start = time.monotonic()
+        self._ask(url, [spare], 1)
+        first = time.monotonic() - start
+        server.flush(url)
+        self.check_time(first * 1.1 * len(prompts) + _CELL_SECONDS)
+        say(f"{variant}, {length} tokens: prefilling {len(prompts)} prompts, {first:.1f} s each at first")
+        alone = self._ask(url, prompts[:1], 1)[0].ttft
+        start = time.monotonic()
+        # A few at a time: enough to fill chunks, and progress can be shown.
+        for at in range(1, len(prompts), 4):
+            self._ask(url, prompts[at : at + 4], 1)
+            say(f"prefilled {min(at + 4, len(prompts))} of {len(prompts)}")
+        seconds = time.monotonic() - start
+        self.record.server(
+            {
+                "variant": variant,
+                f"cold_ttft_s_{length}": round(alone, 4),
+                f"prefill_tokens_per_second_{length}": (
+                    round((len(prompts) - 1) * length / seconds, 1) if len(prompts) > 1 else None
+                ),
+            }
+        )
+        say(f"cold TTFT {alone:.3f} s")
+
+    def _ask(self, url: str, prompts: list[list[int]], tokens: int) -> list[Trace]:
+        async def ask() -> list[Trace]:
+            traces = [Trace() for _ in prompts]
+            async with session() as http:
+                await asyncio.gather(
+                    *(stream(http, url, p, self.sampling(tokens, 0), t) for p, t in zip(prompts, traces, strict=True))
+                )
+            return traces
+
+        traces = asyncio.run(ask())
+        for trace in traces:
+            if trace.error or not trace.times:
+                raise RuntimeError(f"a prefill request failed: {trace.error}")
+        return traces
+
+    def sampling(self, tokens: int, temperature: float) -> dict[str, Any]:
+        return {
+            "max_new_tokens": tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "stream_interval": self.options.stream_interval,
+        }
+
+    def measure(
+        self, url: str, cell: dict[str, Any], prompts: list[list[int]], sparse: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """One cell: its streams, its window, and the counters of that window."""
+        o = self.options
+        if sparse and (len(o.policies) > 1 or cell["policy"] != "default"):
+            try:
+                policies.switch(url, cell["policy"], sparse["policy"])
+            except policies.PolicyRefused as refused:
+                say(f"{cell['policy']}: {refused}")
+                return {**cell, "failed": str(refused)}
+        begin = time.monotonic()
+
+        async def probe() -> Any:
+            return await asyncio.to_thread(server.state, url) if sparse else None
+
+        traces, before, after = asyncio.run(
+            run_streams(url, prompts, self.sampling(o.tokens, o.temperature), o.warmup, probe)
+        )
+        try:
+            window = window_of(traces, o.warmup)
+        except ValueError as error:
+            say(f"{cell['policy']}, batch {cell['streams']}: {error}")
+            return {**cell, "failed": str(error)}
+        result = {**cell, **window.summary(), "seconds": round(time.monotonic() - begin, 2)}
+        if before and after:
+            result["counters"] = counters = difference(before["sparse_kv"], after["sparse_kv"])
+            counters.pop("policy", None)
+            counters.pop("plan", None)
+            result["policy_in_force"] = after["sparse_kv"].get("policy")
+            total = counters.get("total", {})
+            result["not_exercised"] = [n for n in ("evicted", "useful", "missed") if not total.get(n)]
+        say(
+            f"{cell['variant']}, {cell['length']} tokens, {cell['policy']}, batch {cell['streams']}: "
+            f"{result['tokens_per_second']:.1f} tok/s, {result['tpot_ms']:.2f} ms per token"
+        )
+        return result
+
+    # ------------------------------------------------------------------ time
+
+    def check_time(self, needed: float) -> None:
+        left = self.options.seconds - (time.monotonic() - self.start)
+        if left < needed:
+            raise OutOfTime(f"{left:.0f} s are left and about {needed:.0f} s are needed")
+
+    def _cell_seconds(self) -> float:
+        known = [cell["seconds"] for cell in self.record.data["cells"][-3:] if "seconds" in cell]
+        return max([*(1.5 * seconds for seconds in known), 5.0]) if known else _CELL_SECONDS
+
+
+def load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def link_rate() -> float | None:
+    """Host to device copy rate of pinned memory, bytes per second, measured in a process of its own."""
+    code = (
+        "import torch,time\n"
+        "a=torch.empty(1<<30,dtype=torch.uint8,pin_memory=True);b=torch.empty_like(a,device='cuda')\n"
+        "b.copy_(a,non_blocking=True);torch.cuda.synchronize();t=time.perf_counter()\n"
+        "for _ in range(5): b.copy_(a,non_blocking=True)\n"
+        "torch.cuda.synchronize();print(5*(1<<30)/(time.perf_counter()-t))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return float(result.stdout) if result.returncode == 0 else None
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decode throughput of dense SGLang and sparse KV over HTTP.")
+    parser.add_argument("--model", required=True, help="directory of the model")
+    parser.add_argument("--output", type=Path, required=True, help="result file; what it holds is not repeated")
+    parser.add_argument("--resume", type=Path, nargs="*", default=[], help="more result files, read only")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["dense", "sparse"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192], help="prompt tokens")
+    parser.add_argument("--batches", nargs="+", default=["1", "4", "max"], help='streams, or "max"')
+    parser.add_argument("--policies", nargs="+", default=["default"], help="of policies.json, or key=value,…")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens each stream decodes")
+    parser.add_argument("--warmup", type=int, default=32, help="tokens of each stream before counting")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--seed", type=int, default=0, help="of texts and sampling")
+    parser.add_argument("--stream-interval", type=int, default=4, help="tokens per chunk")
+    parser.add_argument("--budget", type=int, default=2048, help="of the sparse variants (tokens)")
+    parser.add_argument("--host-memory", default="auto", help="--sparse-kv-host-memory")
+    parser.add_argument("--sparse-config", type=json.loads, default={}, help="more --sparse-kv-config (JSON)")
+    parser.add_argument("--server-args", default="", help="added to every server's command line")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=8192, help="--chunked-prefill-size")
+    parser.add_argument("--graphs", type=int, nargs="*", default=[1, 2, 4, 8, 16, 24, 32], help="captured batches")
+    parser.add_argument("--cap-gb", type=float, default=0, help="device memory of a server, 0 for no cap")
+    parser.add_argument("--reserve-gb", type=float, default=4.0, help="part of the cap beside weights and KV")
+    parser.add_argument("--seconds", type=float, default=560, help="the command ends within about this time")
+    parser.add_argument("--text", type=Path, help="folder with text (default: Python's standard library)")
+    parser.add_argument("--url", help="measure this running server instead of starting one")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-logs")
+    options = parser.parse_args(argv)
+    for policy in options.policies:
+        policies.resolve(policy)
+    for batch in options.batches:
+        if batch != "max" and not (batch.isdigit() and int(batch)):
+            parser.error(f'--batches has {batch!r}; use positive numbers or "max"')
+    if options.tokens <= options.warmup:
+        parser.error(f"--tokens {options.tokens} leave nothing to count after --warmup {options.warmup}")
+    if options.url and len(options.variants) != 1:
+        parser.error("--url is one server; name its one variant with --variants")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = parse(argv)
+        record = Record(options.output, options.resume)
+        benchmark = Benchmark(options, record)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    record.begin(
+        {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+        | {"resume": [str(path) for path in options.resume]},
+        benchmark.corpus.digest,
+    )
+    if options.device == "cuda" and not options.url:
+        record.data["runs"][-1]["link_bytes_per_second"] = link_rate()
+    try:
+        benchmark.run()
+    except OutOfTime as out:
+        say(f"stopped: {out}; run the same command again to continue")
+        return 3
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The serving benchmark against a real server: every figure that a GPU run reports is there on a CPU too."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.serving import run, table
+
+
+def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, capsys):
+    output = tmp_path / "result.json"
+    arguments = ["--model", demo_model, "--output", str(output), "--url", sparse.url, "--device", "cpu"]
+    arguments += ["--variants", "sparse", "--lengths", "400", "--batches", "1", "2", "--policies", "on_demand"]
+    # The default comes last, so that later tests find the server as it was.
+    arguments += ["default", "--tokens", "16", "--warmup", "4", "--stream-interval", "2", "--temperature", "0"]
+    assert run.main(arguments) == 0
+    data = json.loads(output.read_text())
+    cells = {(cell["policy"], cell["batch"]): cell for cell in data["cells"]}
+    assert len(cells) == 4
+    for (policy, batch), cell in cells.items():
+        assert cell["tokens_per_second"] > 0 and cell["ttft_s_max"] >= cell["ttft_s_p50"] > 0
+        # The prompts were prefilled once; each stream recomputes less than a page and a token of its prompt.
+        assert cell["cached_tokens"] >= batch * (400 - 16 - 1)
+        assert cell["policy_in_force"]["prefetch"] is (policy == "default")
+        counters = cell["counters"]
+        assert counters["steps"] > 0 and len(counters["layers"]) == 30
+        assert counters["total"]["selected"] == counters["total"]["hit"] + counters["total"]["missed"]
+    server = data["runs"][0]["servers"][0]
+    assert server["cold_ttft_s_400"] > 0 and server["plan"]["slots"] > 0
+    assert table.main([str(output)]) == 0
+    assert "on_demand" in capsys.readouterr().out
