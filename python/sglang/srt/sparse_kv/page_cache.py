@@ -122,9 +122,12 @@ class PageCache:
             reference.clear(self._view(buffer, 0))
 
     def occupancy(self) -> float:
-        """Share of resident layers' slots in use, 0..1."""
-        used = [(b.page_of >= 0).float().mean().item() for b in self._owned.values()]
-        return sum(used) / len(used) if used else 0.0
+        """Share of the resident layers' usable slots that hold a page, 0..1."""
+        resident = [view for layer, view in enumerate(self.views) if layer not in self.scoped]
+        if not resident:
+            return 0.0
+        used = sum((view.page_of >= 0).sum() for view in resident)
+        return float(used / sum((view.stamp != RESERVED).sum() for view in resident))
 
     def check(self) -> None:
         """Raises AssertionError unless, in every buffer and head, table and slots are a bijection."""

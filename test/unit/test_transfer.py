@@ -1,0 +1,127 @@
+"""Engines of transfers: when a copy may happen, and that it happens exactly once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.sparse_kv.transfer import (
+    CPU_TRANSFERS,
+    DelayedTransfer,
+    FailingTransfer,
+    PlainTransfer,
+    ReorderedTransfer,
+    SkippedTransfer,
+    StreamTransfer,
+    Transfer,
+    TransferError,
+)
+
+HONEST = sorted(set(CPU_TRANSFERS) - {"oracle"})
+LANES = (0, 3, ("staging", 0), ("staging", 1))
+
+# A script: submit to a lane, join a lane, or join all.
+SCRIPTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from(LANES), st.booleans()),
+        st.tuples(st.just("join"), st.sampled_from(LANES)),
+        st.tuples(st.just("join_all")),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("name", HONEST)
+@settings(max_examples=60)
+@given(script=SCRIPTS, seed=st.integers(0, 1000))
+def test_every_copy_lands_once_and_before_its_join_returns(name, script, seed):
+    transfer = CPU_TRANSFERS[name](seed)
+    landed: list[int] = []
+    lane_of: dict[int, object] = {}
+    for number, (action, *rest) in enumerate([*script, ("join_all",)]):
+        if action == "submit":
+            lane_of[number] = rest[0]
+            transfer.submit(rest[0], lambda number=number: landed.append(number), urgent=rest[1])
+        else:
+            lanes = rest or LANES
+            getattr(transfer, action)(*rest)
+            due = {n for n, lane in lane_of.items() if lane in lanes}
+            assert due <= set(landed), f"{due - set(landed)} had not landed"
+            assert not any(transfer.in_flight(lane) for lane in lanes)
+    assert sorted(landed) == sorted(lane_of), "a copy was lost or done twice"
+
+
+def run(transfer: Transfer, lanes) -> list[int]:
+    order: list[int] = []
+    for number, lane in enumerate(lanes):
+        transfer.submit(lane, lambda number=number: order.append(number))
+    transfer.join_all()
+    return order
+
+
+def test_plain_copies_at_once():
+    order: list[int] = []
+    PlainTransfer().submit(0, lambda: order.append(1))
+    assert order == [1]
+
+
+def test_delayed_copies_wait_for_their_own_lane():
+    transfer, order = DelayedTransfer(), []
+    for number, lane in enumerate([0, 1, 0]):
+        transfer.submit(lane, lambda number=number: order.append(number))
+    assert order == [] and transfer.in_flight(0) and transfer.in_flight(1) and not transfer.in_flight(2)
+    transfer.join(1)
+    assert order == [1] and transfer.in_flight(0)
+    transfer.join(0)
+    assert order == [1, 0, 2]
+
+
+def test_reordered_is_an_order_of_its_seed():
+    orders = {tuple(run(ReorderedTransfer(seed), [0] * 8)) for seed in range(20)}
+    assert len(orders) > 10 and all(sorted(order) == list(range(8)) for order in orders)
+    assert run(ReorderedTransfer(4), [0] * 8) == run(ReorderedTransfer(4), [0] * 8)
+
+
+def test_reordered_copies_happen_before_during_and_after():
+    """Some land in their own submit, some in another lane's business, some only when they are joined."""
+    moments = set()
+    for seed in range(30):
+        transfer, order = ReorderedTransfer(seed), []
+        transfer.submit(0, lambda order=order: order.append(0))
+        first = bool(order)
+        transfer.submit(1, lambda: None)
+        second = bool(order)
+        transfer.join(1)
+        moments.add("at once" if first else "meanwhile" if second or order else "at last")
+        transfer.join(0)
+        assert order == [0]
+    assert moments == {"at once", "meanwhile", "at last"}
+
+
+def test_failures_are_tried_again_and_then_loud():
+    transfer = FailingTransfer(seed=1)
+    assert run(transfer, [0] * 50) == list(range(50)) and transfer.failures > 0
+    hopeless = FailingTransfer(seed=1, rate=1.0, attempts=3)
+    with pytest.raises(TransferError, match="failed 3 times in a row"):
+        hopeless.submit(0, lambda: pytest.fail("a failed copy was made"))
+
+
+def test_the_oracle_copies_nothing():
+    SkippedTransfer().submit(0, lambda: pytest.fail("copied"))
+    assert isinstance(CPU_TRANSFERS["oracle"](0), SkippedTransfer)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_order_copies_behind_their_plan_and_before_their_join():
+    device = torch.device("cuda")
+    transfer = StreamTransfer(device)
+    source, target = torch.zeros(1 << 24, device=device), torch.zeros(1 << 24, device=device)
+    for step in range(1, 20):
+        source.fill_(step)  # planned on the current stream
+        transfer.submit(0, lambda: target.copy_(source))
+        assert transfer.in_flight(0)
+        transfer.join(0)
+        assert not transfer.in_flight(0)
+        seen = target[-1].clone()
+        assert int(seen) == step
