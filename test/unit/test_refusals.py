@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from models import write_model
@@ -174,3 +176,20 @@ def test_a_refused_start_leaves_the_next_one_alone(model):
     refusal("--model-path", model, *ON, "--pp-size", "2")
     args = ServerArgs(model_path=model)
     assert arguments.config_of(args) is None and args.speculative_algorithm is None
+
+
+SERVE = "import sys; from sglang.cli.main import main; sys.argv[0] = 'sglang'; main()"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "sglang.launch_server"], pytest.param(["-c", SERVE, "serve"], marks=pytest.mark.slow)],
+    ids=["launch_server", "serve"],
+)
+def test_a_shell_sees_the_sentence_and_a_status(command, model):
+    argv = [sys.executable, *command, "--model-path", model, *ON, "--pp-size", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("sglang-dualdecoder: --sparse-kv dualdecoder cannot run with --pp-size 2: ")
