@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,9 +34,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "one_row": {"guide": "none"},
     "paper": {"residency": "none"},
 }
+# A batch runs in the next larger captured size, so gaps are narrow where time grows with the size.
+GRAPHS = [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48]
 _START = time.monotonic()
 # A command must end by itself, so a cell starts only if it can be expected to finish in time.
-_CELL_SECONDS = 20
+_START_SECONDS, _CELL_SECONDS = 120, 20
 
 
 def say(text: str) -> None:
@@ -59,12 +60,12 @@ class Benchmark:
 
     # ------------------------------------------------------------------ commands
 
-    def command(self, variant: str, port: int) -> list[str]:
-        """How a variant is started; the flags beside ``--sparse-kv`` are the same for all."""
+    def command(self, variant: str) -> list[str]:
+        """How a variant is started, but for its port; the flags beside ``--sparse-kv`` are the same for all."""
         o = self.options
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", o.model]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(o.seed)]
-        command += ["--incremental-streaming-output", "--context-length", str(max(o.lengths) + o.tokens + 16)]
+        command += ["--random-seed", str(o.seed), "--incremental-streaming-output"]
+        command += ["--context-length", str(o.context or max(o.lengths) + o.tokens + 16)]
         if o.device == "cpu":
             command += ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--page-size", "16"]
             command += ["--max-running-requests", str(max(self.numbers()))]
@@ -73,7 +74,10 @@ class Benchmark:
         else:
             command += ["--dtype", o.dtype, "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
             command += ["--chunked-prefill-size", str(o.chunk)]
-            command += ["--cuda-graph-bs-decode", *map(str, sorted({*self.numbers(), *o.graphs}))]
+            # Request tables are sized by the most requests times the context: 2 GB where SGLang decides alone.
+            command += ["--max-running-requests", str(o.max_requests)]
+            graphs = {size for size in (*self.numbers(), *o.graphs) if size <= o.max_requests}
+            command += ["--cuda-graph-bs-decode", *map(str, sorted({*graphs, o.max_requests}))]
             fraction = self.memory_fraction()
             if fraction:
                 command += ["--mem-fraction-static", f"{fraction:.4f}"]
@@ -114,16 +118,14 @@ class Benchmark:
             if self.options.url:
                 self.measure_all(variant, self.options.url, None)
                 continue
-            self.check_time(120 if self.options.device == "cuda" else 40)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            log = self.options.logs / f"{variant}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            command = self.command(variant, port)
-            with server.Server(command, f"http://127.0.0.1:{port}", log, {"HF_HUB_OFFLINE": "1"}, say) as running:
+            self.check_time(_START_SECONDS if self.options.device == "cuda" else 40)
+            command, folder = self.command(variant), self.options.logs
+            with server.Server(command, folder, {"HF_HUB_OFFLINE": "1"}, say) as running:
                 try:
                     self.measure_all(variant, running.url, running)
+                except OutOfTime:
+                    running.keep = self.options.keep_server
+                    raise
                 finally:
                     self.note_server(variant, running)
 
@@ -188,7 +190,11 @@ class Benchmark:
             fitting = [batch for batch in wanted if batch <= capacity]
             if fitting:
                 prompts = self.prompts(max(fitting) + 1, length)
-                self.prefill(variant, url, prompts[:-1], prompts[-1])
+                if running and running.taken_over:
+                    # The command before has measured cold starts, and most prompts are still cached.
+                    self.prefill_all(url, prompts[:-1])
+                else:
+                    self.prefill(variant, url, prompts[:-1], prompts[-1])
             for cell, batch in zip(todo, wanted, strict=True):
                 if not 1 <= batch <= capacity:
                     self.record.add({**cell, "skipped": f"holds {capacity} requests"})
@@ -219,10 +225,7 @@ class Benchmark:
         say(f"{variant}, {length} tokens: prefilling {len(prompts)} prompts, {first:.1f} s each at first")
         alone = self._ask(url, prompts[:1], 1)[0].ttft
         start = time.monotonic()
-        # A few at a time: enough to fill chunks, and progress can be shown.
-        for at in range(1, len(prompts), 4):
-            self._ask(url, prompts[at : at + 4], 1)
-            say(f"prefilled {min(at + 4, len(prompts))} of {len(prompts)}")
+        self.prefill_all(url, prompts[1:])
         seconds = time.monotonic() - start
         self.record.server(
             {
@@ -234,6 +237,12 @@ class Benchmark:
             }
         )
         say(f"cold TTFT {alone:.3f} s")
+
+    def prefill_all(self, url: str, prompts: list[list[int]]) -> None:
+        # A few at a time: enough to fill chunks, and progress can be shown.
+        for at in range(0, len(prompts), 4):
+            self._ask(url, prompts[at : at + 4], 1)
+            say(f"prefilled {min(at + 4, len(prompts))} of {len(prompts)}")
 
     def _ask(self, url: str, prompts: list[list[int]], tokens: int) -> list[Trace]:
         async def ask() -> list[Trace]:
@@ -349,13 +358,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=8192, help="--chunked-prefill-size")
-    parser.add_argument("--graphs", type=int, nargs="*", default=[1, 2, 4, 8, 16, 24, 32], help="captured batches")
+    parser.add_argument("--max-requests", type=int, default=64, help="--max-running-requests")
+    parser.add_argument("--graphs", type=int, nargs="*", default=GRAPHS, help="captured batch sizes")
     parser.add_argument("--cap-gb", type=float, default=0, help="device memory of a server, 0 for no cap")
     parser.add_argument("--reserve-gb", type=float, default=4.0, help="part of the cap beside weights and KV")
     parser.add_argument("--seconds", type=float, default=560, help="the command ends within about this time")
     parser.add_argument("--text", type=Path, help="folder with text (default: Python's standard library)")
     parser.add_argument("--url", help="measure this running server instead of starting one")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-logs")
+    parser.add_argument("--context", type=int, help="--context-length (default: the longest prompt and answer)")
+    parser.add_argument("--keep-server", action="store_true", help="leave it running when time runs out")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-benchmark")
     options = parser.parse_args(argv)
     for policy in options.policies:
         policies.resolve(policy)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -21,12 +23,14 @@ GIB = 1 << 30
 
 
 class Server:
-    """One ``launch_server`` process group.
+    """One ``launch_server`` process group, on a free port of this machine.
+
+    A server may be left running by one command and taken over by the next, if both ask for the same: starting
+    one and prefilling its prompts takes minutes.
 
     Args:
-        command: full command line.
-        url: where it will listen.
-        log: file for its output.
+        command: command line without the port.
+        folder: where its log goes, and the note by which a later command finds it.
         environment: added to the inherited one.
         say: told about progress.
 
@@ -34,26 +38,57 @@ class Server:
         RuntimeError: it ended, or did not answer within READY_SECONDS; the text holds the end of its log.
     """
 
-    def __init__(
-        self, command: list[str], url: str, log: Path, environment: dict[str, str], say: Callable[[str], None]
-    ):
-        self.command, self.url, self.log = command, url, log
-        say(f"starting {shlex.join(command)}")
-        self._output = log.open("w")
-        self._process = subprocess.Popen(
-            command,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        self.memory = MemoryWatch(self._process.pid)
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str], say: Callable[[str], None]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.command, self.log, self._note = command, folder / "server.log", folder / "server.json"
+        self.keep = False
+        left = self._left_running()
+        self.taken_over = left is not None and left["command"] == command
+        if self.taken_over:
+            say(f"taking over the server with pid {left['pid']}")
+            self.url, self._pid, self._process = left["url"], left["pid"], None
+        else:
+            if left is not None:
+                say(f"stopping the server with pid {left['pid']}, which was started otherwise")
+                _end_group(left["pid"])
+            self._start(environment, say)
+        self.memory = MemoryWatch(self._pid)
         try:
             self.start_seconds = self._wait(say)
         except BaseException:
             self.stop()
             raise
+
+    def _left_running(self) -> dict[str, Any] | None:
+        if not self._note.is_file():
+            return None
+        left = json.loads(self._note.read_text())
+        try:
+            # The time tells it from a stranger that was given the same number later.
+            same = abs(psutil.Process(left["pid"]).create_time() - left["created"]) < 1
+        except psutil.Error:
+            return None
+        return left if same else None
+
+    def _start(self, environment: dict[str, str], say: Callable[[str], None]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        say(f"starting {shlex.join(self.command)}")
+        with self.log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*self.command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._pid = self._process.pid
+        created = psutil.Process(self._pid).create_time()
+        note = {"pid": self._pid, "created": created, "url": self.url, "command": self.command}
+        self._note.write_text(json.dumps(note))
 
     def _wait(self, say: Callable[[str], None]) -> float:
         start = last = time.monotonic()
@@ -73,7 +108,10 @@ class Server:
 
     def check_alive(self) -> None:
         """Raise RuntimeError if the process has ended."""
-        if self._process.poll() is not None:
+        if self._process is None:
+            if not psutil.pid_exists(self._pid):
+                raise RuntimeError(f"the server ended:\n{self.tail()}")
+        elif self._process.poll() is not None:
             raise RuntimeError(f"the server ended with status {self._process.returncode}:\n{self.tail()}")
 
     def tail(self, lines: int = 40) -> str:
@@ -82,20 +120,29 @@ class Server:
         return "\n".join(line[:500] for line in text)
 
     def stop(self) -> None:
-        """End the whole group: a server that is killed early leaves its scheduler behind."""
+        """End the whole group, or leave it to a later command if ``keep`` is set."""
         self.memory.stop()
-        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-        self._output.close()
+        if self.keep:
+            return
+        _end_group(self._pid)
+        if self._process is not None:
+            self._process.wait()
+        self._note.unlink(missing_ok=True)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+
+
+def _end_group(pid: int) -> None:
+    """End a process and its group: a server that is killed early leaves its scheduler behind."""
+    for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+        with contextlib.suppress(psutil.Error):
+            psutil.wait_procs([psutil.Process(pid)], timeout=seconds)
 
 
 class MemoryWatch:

@@ -8,11 +8,12 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.serving import policies, run, table
+from benchmark.serving import policies, run, server, table
 from benchmark.serving.client import Trace, run_streams, window_of
 from benchmark.serving.record import Record, difference
 
@@ -195,9 +196,43 @@ def test_the_memory_cap_becomes_a_fraction(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmark.serving.server.gpu_total_bytes", lambda: 141 * 10**9)
     benchmark = run.Benchmark(options, Record(tmp_path / "r.json"))
     assert benchmark.memory_fraction() == pytest.approx(36 / 140.3)
-    command = benchmark.command("one_row", 1234)
+    command = benchmark.command("one_row")
     assert json.loads(command[command.index("--sparse-kv-config") + 1]) == {"debug": True, "guide": "none"}
-    assert "--sparse-kv" not in benchmark.command("dense", 1234)
+    assert "--sparse-kv" not in benchmark.command("dense")
+
+
+PROGRAM = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+print("listening", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Ready).serve_forever()
+"""
+
+
+def test_a_server_is_left_and_taken_over_and_replaced(tmp_path):
+    said = []
+    command = [sys.executable, "-c", PROGRAM]
+    with server.Server(command, tmp_path, {}, said.append) as first:
+        first.keep = True
+    assert psutil.pid_exists(first._pid)
+    with server.Server(command, tmp_path, {}, said.append) as second:
+        assert second.url == first.url and said[-2].startswith("taking over") and second.memory.sample()[0] > 0
+        second.keep = True
+    with server.Server([*command, "--other"], tmp_path, {}, said.append) as third:
+        assert third.url != first.url and any("started otherwise" in text for text in said)
+    assert not psutil.pid_exists(third._pid) and not (tmp_path / "server.json").exists()
+    first._process.wait(5)
+
+
+def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
+    with pytest.raises(RuntimeError, match="status 3:\nno such model"):
+        server.Server([sys.executable, "-c", "print('no such model'); exit(3)"], tmp_path, {}, lambda text: None)
 
 
 def test_earlier_files_are_merged(tmp_path):
