@@ -1,0 +1,72 @@
+"""Which servers there are, and the order of tests that starts each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kinds import KINDS
+from serving import Fleet, Scenario, Server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one server follow one another; those without a server come first."""
+    names = list(KINDS)
+
+    def place(item: pytest.Item) -> int:
+        wanted = [*getattr(item, "fixturenames", ())]
+        wanted += ["sparse"] if "server_url" in wanted else []
+        wanted += [value for value in _parameters(item).values() if isinstance(value, str)]
+        return max((names.index(name) for name in wanted if name in names), default=-1)
+
+    items.sort(key=place)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, demo_model: str, tmp_path_factory) -> Iterator[Fleet]:
+    modules = {item.module: None for item in request.session.items if hasattr(item, "module")}
+    found = {value: None for module in modules for value in vars(module).values() if hasattr(value, "recorded_on")}
+    fleet = Fleet(KINDS, demo_model, tmp_path_factory.mktemp("servers"), found)
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def recorded_on(fleet: Fleet) -> Callable[[str, Scenario], Any]:
+    return fleet.recorded_on
+
+
+@pytest.fixture
+def sparse(fleet: Fleet) -> Iterator[Server]:
+    """The server of the fast tier with its policy as started; idle and whole when the test ends."""
+    yield from _tidy(fleet.server("sparse"))
+
+
+@pytest.fixture
+def pair(fleet: Fleet) -> Iterator[Server]:
+    """A server whose pool holds two requests of test_reuse.py."""
+    yield from _tidy(fleet.server("pair"))
+
+
+@pytest.fixture
+def served(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The server whose name the test gives as this fixture's parameter."""
+    yield from _tidy(fleet.server(request.param))
+
+
+@pytest.fixture(scope="session")
+def server_url(fleet: Fleet) -> str:
+    """Address of the fast tier's server, for programs that are given one."""
+    return fleet.server("sparse").url
+
+
+def _tidy(server: Server) -> Iterator[Server]:
+    if server.kind.switchable:
+        server.policy()
+    yield server
+    server.check_idle()

@@ -1,0 +1,62 @@
+"""Every server that the tests start, in the order in which they run."""
+
+from __future__ import annotations
+
+import torch
+from serving import Kind
+from sglang.srt.sparse_kv import planner
+from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+
+PAGE = 16
+PAIR_TOKENS, PAIR_BUDGET = 2816, 256
+
+
+def smallest_cache(budget: int, requests: int, **config) -> int:
+    """Bytes of the page cache below which so many requests may not run, on the demo model."""
+    settings = SparseKVConfig.from_dict({"budget": budget, **config})
+    shape = SelectionShape.from_tokens(PAGE, settings.budget, settings.sinks, settings.window)
+    geometry = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
+    headroom = -(-int(settings.prefetch_cap * shape.budget_pages * 1000) // 1000)
+    slots = planner.needed_slots(requests, shape, max_pages=8192 // PAGE, headroom=headroom)
+    return slots * planner.slot_bytes(geometry, settings)
+
+
+def pool(tokens: int, requests: int) -> tuple[str, ...]:
+    return ("--max-total-tokens", str(tokens), "--max-running-requests", str(requests))
+
+
+def _sparse(budget: int, tokens: int = 16384, requests: int = 4, flags: tuple[str, ...] = (), **config) -> Kind:
+    config = {"budget": budget, "cache_memory": smallest_cache(budget, requests, **config), **config}
+    return Kind((*pool(tokens, requests), *flags), config)
+
+
+_TINY = ("qwen2", "qwen3", "mistral")
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(pool(16384, 8)),
+    # The one server of the fast tier: policies are switched at run time. At budget 2048 every context of that tier is
+    # attended whole; smaller budgets are a policy.
+    "sparse": _sparse(2048, requests=8, debug=True),
+    # A host pool of two requests and not one slot more than the capacity rule asks for two of them.
+    "pair": _sparse(PAIR_BUDGET, PAIR_TOKENS, requests=2, debug=True),
+    # The rest belongs to the slow tier. Started as users start them: without run-time policy, each with one setting.
+    "guide-none": _sparse(512, guide="none"),
+    "nothing-resident": _sparse(512, residency="none", ring=2),
+    "some-resident": _sparse(512, residency=[0, 1, 7, 8, 9, 20, 29], lookahead=4, ring=4, prefetch_cap=0.5),
+    "page-8": _sparse(2048, flags=("--page-size", "8")),
+    "page-32": _sparse(2048, flags=("--page-size", "32")),
+    "retracting": Kind(
+        pool(16384, 4),
+        {"budget": 2048, "debug": True, "cache_memory": smallest_cache(2048, 4, debug=True)},
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"},
+    ),
+    "plain-long": Kind(pool(24576, 2)),
+    "long": _sparse(8192, 24576, requests=1, debug=True, prefetch_cap=0.125),
+    "long-batch": _sparse(512, 32768, requests=4, debug=True),
+    **{f"plain-{name}": Kind(pool(8192, 4), model=name) for name in _TINY},
+    **{
+        name: Kind(pool(8192, 4), {"budget": 2048, "debug": True, "cache_memory": "200MB"}, model=name)
+        for name in _TINY
+    },
+}

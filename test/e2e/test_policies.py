@@ -1,0 +1,80 @@
+"""At a budget far below the context, no policy changes a token, nor the last bit of its probability."""
+
+from __future__ import annotations
+
+import pytest
+from checks import assert_same_bits
+from serving import Answer, Server
+from texts import question
+
+BUDGET, TOKENS = 512, 24
+SELECTION = 32 + 1 + 5  # pages: budget, sink, window with the open page
+PROMPTS = [question("records", 4800, 2000), question("code", 5600)]
+
+
+def answers(server: Server) -> list[Answer]:
+    return server.ask_each(PROMPTS, TOKENS, return_logprob=True)
+
+
+@pytest.fixture(scope="module")
+def expected(fleet) -> list[Answer]:
+    """What the policy as started says at this budget. The prompts are in the radix cache from then on."""
+    server = fleet.server("sparse")
+    server.policy(budget=BUDGET)
+    server.ask_each(PROMPTS, 1)
+    found = answers(server)
+    assert all(a.prompt_tokens > 3 * BUDGET and a.cached_tokens > a.prompt_tokens - 17 for a in found)
+    return found
+
+
+POLICIES = {
+    "random guide": {"guide": "random"},
+    "frozen guide": {"guide": "frozen"},
+    "right guide": {"guide": "forced"},
+    "prefetch off": {"prefetch": False},
+    "prefetch capped": {"prefetch_cap": 0.1},
+    "nothing resident": {"residency": 0.0},
+    "half of the layers resident": {"residency": 0.5},
+    "smallest cache": {"cache_slots": SELECTION, "check": True},
+    "delayed transfers": {"transfer": "delayed", "cache_slots": 2 * SELECTION},
+    "reordered transfers": {"transfer": "reordered", "cache_slots": 2 * SELECTION},
+    "failing transfers": {"transfer": "failing", "cache_slots": 2 * SELECTION},
+    "delayed, nothing resident": {"transfer": "delayed", "residency": 0.0, "cache_slots": SELECTION},
+    "reordered, a third resident, random guide, smallest cache": {
+        "transfer": "reordered",
+        "seed": 3,
+        "residency": 0.33,
+        "guide": "random",
+        "cache_slots": SELECTION,
+        "check": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_changes_no_bit(sparse: Server, expected: list[Answer], name: str):
+    policy = POLICIES[name]
+    sparse.policy(budget=BUDGET, **policy)
+    assert_same_bits(answers(sparse), expected, name)
+
+    totals = sparse.totals()
+    assert totals["selected"] == totals["hit"] + totals["missed"]
+    if "cache_slots" in policy:
+        assert totals["evicted"] > 0
+    if policy.get("guide") == "random":
+        assert totals["guide_hits"] <= totals["guides"] / 10
+    if policy.get("guide") == "forced":
+        assert totals["guide_hits"] == totals["guides"] > 0
+    if policy.get("prefetch", True):
+        assert totals["prefetched"] > 0
+    else:
+        assert totals["prefetched"] == totals["useful"] == 0
+    if "residency" in policy and policy["residency"] == 0.0:
+        # Each step brings every selected unit anew.
+        assert totals["prefetched"] + totals["missed"] > 0.9 * totals["selected"]
+
+
+def test_started_policy_is_refused_when_wrong(sparse: Server):
+    for wrong in ({"sparse_kv.budget": 4096}, {"sparse_kv.cache_slots": 3}, {"sparse_kv.nonsense": 1}):
+        assert sparse.post("/set_internal_state", {"server_args": wrong}) == [False]
+    assert "unknown sparse_kv policy 'nonsense'" in sparse.log()

@@ -1,0 +1,124 @@
+"""Requests beside and after one another: batches, turns, aborts, clients that hang up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import requests
+from checks import assert_same_tokens, ids
+from serving import Server, recorded
+from texts import chat, excerpt, question
+
+EIGHT = [
+    chat("What is the capital of France?"),
+    excerpt("tale", 300, 4000),
+    question("records", 350, 12000),
+    question("licence", 1000, 5000),
+    excerpt("code", 1300, 9000),
+    question("tale", 3200, 1500),
+    question("records", 2600, 14000),
+    question("code", 4500, 10000),
+]
+
+
+def test_batch_of_eight_equals_each_alone(sparse: Server):
+    """Mixed lengths, a budget below most of them, one page cache for all; tables checked in every step."""
+    sparse.policy(budget=256)
+    alone = sparse.ask_each(EIGHT, 20)
+    sparse.policy(budget=256, check=True)
+    together = sparse.ask_all(EIGHT, 20)
+    assert_same_tokens(together, alone, "in a batch of eight")
+    assert sparse.totals()["steps"] < 2 * 20, "the eight did not run together"
+    sparse.flush()
+    sparse.policy(budget=256)
+    assert_same_tokens(sparse.ask_all(EIGHT, 20), alone, "cold, in a batch of eight")
+
+
+@recorded("plain")
+def two_turns(server: Server) -> list:
+    """A chat whose second prompt holds the first one and its answer: (tokens, cached tokens) of both turns."""
+    server.flush()
+    ask = f"{excerpt('tale', 2500)}\n\nWho is Marit?"
+    first = server.ask(chat(ask), 30)
+    second = server.ask(chat(ask, first.text, "And who is Joren?"), 30)
+    return [(a.ids, a.cached_tokens, a.prompt_tokens) for a in (first, second)]
+
+
+def test_two_turns_cache_as_much_as_plain_sglang(sparse: Server, recorded_on):
+    ours = two_turns(sparse)
+    assert ours == recorded_on("plain", two_turns)
+    assert ours[1][1] > 500
+
+
+def test_one_prompt_many_times_at_once(sparse: Server):
+    """Requests share pages; each still writes its own open page."""
+    prompt = question("licence", 2500, 3000)
+    sparse.policy(budget=256, check=True)
+    alone = sparse.ask(prompt, 40)
+    assert ids(sparse.ask_all([prompt] * 4, 40)) == [alone.ids] * 4
+    assert ids(sparse.ask_each([prompt] * 2, 40)) == [alone.ids] * 2
+
+
+def _free_tokens(server: Server) -> int:
+    """Tokens that the pool can still hand out, after all that nobody holds was given back."""
+    load = server.wait_idle()
+    return load["max_total_num_tokens"] - load["num_used_tokens"]
+
+
+def test_abort_gives_everything_back(sparse: Server):
+    before = _free_tokens(sparse)
+    prompt = question("tale", 3000, 2500)
+    stream = sparse.stream(prompt, 2000, "to-abort", ignore_eos=True)
+    replies = [next(stream) for _ in range(3)]
+    assert sparse.load()["num_running_reqs"] == 1
+    requests.post(sparse.url + "/abort_request", json={"rid": "to-abort"}, timeout=30)
+    replies += list(stream)
+    assert replies[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(replies[-1]["output_ids"]) < 1000
+    assert _free_tokens(sparse) == before
+    # The aborted request's pages are in the radix cache or free, in any case not lost: all of the pool can be used.
+    sparse.flush()
+    assert sparse.ask(prompt, 8).cached_tokens == 0
+
+
+def test_abort_while_waiting_and_while_prefilling(sparse: Server):
+    before = _free_tokens(sparse)
+    prompts = [question(kind, 4200, 1000 * i) for i, kind in enumerate(("tale", "licence", "code", "records"))]
+    streams = [sparse.stream(prompt, 200, f"burst-{i}", ignore_eos=True) for i, prompt in enumerate(prompts)]
+    threads = [threading.Thread(target=list, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    time.sleep(2)  # some are prefilled, others wait
+    requests.post(sparse.url + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert _free_tokens(sparse) == before
+
+
+def test_client_that_hangs_up_gives_everything_back(sparse: Server):
+    before = _free_tokens(sparse)
+    stream = sparse.stream(question("records", 2000, 7000), 4000, "to-hang-up", ignore_eos=True)
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    assert _free_tokens(sparse) == before
+    sparse.check_idle()
+
+
+def test_a_survivor_does_not_notice(sparse: Server):
+    """One of two requests is aborted while both decode; the other one's text is that of the request alone."""
+    sparse.policy(budget=256, check=True)
+    prompt = question("code", 3500, 6000)
+    alone = sparse.ask(prompt, 40)
+    stream = sparse.stream(question("licence", 3000, 1000), 2000, "neighbour", ignore_eos=True)
+    next(stream)
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(sparse.ask(prompt, 40)))
+    thread.start()
+    for _ in range(6):
+        next(stream)
+    stream.close()
+    thread.join(120)
+    assert found and found[0].ids == alone.ids
