@@ -14,28 +14,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmark.corpus import Corpus
-from benchmark.serving import policies, server
+from benchmark.serving import options, policies, server
 from benchmark.serving.client import Trace, run_streams, session, stream, window_of
 from benchmark.serving.record import Record, difference
 
-# What each variant adds to --sparse-kv-config; None for plain SGLang.
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "dense": None,
-    "sparse": {},
-    "one_row": {"guide": "none"},
-    "paper": {"residency": "none"},
-}
-# A batch runs in the next larger captured size, so gaps are narrow where time grows with the size.
-GRAPHS = [1, 2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48]
 _START = time.monotonic()
 # A command must end by itself, so a cell starts only if it can be expected to finish in time.
 _START_SECONDS, _CELL_SECONDS = 120, 20
@@ -50,62 +39,13 @@ class OutOfTime(Exception):
 
 
 class Benchmark:
-    """One command: ``options`` as parsed, ``record`` where results go."""
+    """One command: ``chosen`` as ``options.parse`` gave it, ``record`` where results go."""
 
-    def __init__(self, options: argparse.Namespace, record: Record):
-        self.options, self.record = options, record
-        self.corpus = Corpus(options.text, options.seed)
+    def __init__(self, chosen: argparse.Namespace, record: Record):
+        self.options, self.record = chosen, record
+        self.corpus = Corpus(chosen.text, chosen.seed)
         self.start = time.monotonic()
         self._tokenizer: Any = None
-
-    # ------------------------------------------------------------------ commands
-
-    def command(self, variant: str) -> list[str]:
-        """How a variant is started, but for its port; the flags beside ``--sparse-kv`` are the same for all."""
-        o = self.options
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", o.model]
-        command += ["--random-seed", str(o.seed), "--incremental-streaming-output"]
-        command += ["--context-length", str(o.context or max(o.lengths) + o.tokens + 16)]
-        if o.device == "cpu":
-            command += ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--page-size", "16"]
-            command += ["--max-running-requests", str(max(self.numbers()))]
-            if variant == "dense":
-                command += ["--max-total-tokens", "20000"]
-        else:
-            command += ["--dtype", o.dtype, "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
-            command += ["--chunked-prefill-size", str(o.chunk)]
-            # Request tables are sized by the most requests times the context: 2 GB where SGLang decides alone.
-            command += ["--max-running-requests", str(o.max_requests)]
-            graphs = {size for size in (*self.numbers(), *o.graphs) if size <= o.max_requests}
-            command += ["--cuda-graph-bs-decode", *map(str, sorted({*graphs, o.max_requests}))]
-            fraction = self.memory_fraction()
-            if fraction:
-                command += ["--mem-fraction-static", f"{fraction:.4f}"]
-            if o.tp > 1:
-                command += ["--tp-size", str(o.tp)]
-            if variant == "dense":
-                command += ["--attention-backend", "flashinfer"]
-        more = VARIANTS[variant]
-        if more is not None:
-            config = {"debug": True, **o.sparse_config, **more}
-            command += ["--sparse-kv", "dualdecoder", "--sparse-kv-budget", str(o.budget)]
-            command += ["--sparse-kv-host-memory", o.host_memory, "--sparse-kv-config", json.dumps(config)]
-        return command + o.server_args.split()
-
-    def memory_fraction(self) -> float | None:
-        """``--mem-fraction-static`` that keeps a process within ``--cap-gb``.
-
-        SGLang counts weights and KV against this share of what is free before loading; context, workspaces,
-        activations and graphs come on top, for which ``--reserve-gb`` is set aside.
-        """
-        total = server.gpu_total_bytes()
-        if not self.options.cap_gb or total is None:
-            return None
-        return (self.options.cap_gb - self.options.reserve_gb) * 1e9 / (total - 0.7e9)
-
-    def numbers(self) -> list[int]:
-        """The batch sizes given as numbers."""
-        return [int(batch) for batch in self.options.batches if batch != "max"] or [1]
 
     # ------------------------------------------------------------------ running
 
@@ -119,7 +59,7 @@ class Benchmark:
                 self.measure_all(variant, self.options.url, None)
                 continue
             self.check_time(_START_SECONDS if self.options.device == "cuda" else 40)
-            command, folder = self.command(variant), self.options.logs
+            command, folder = options.command(self.options, variant), self.options.logs
             with server.Server(command, folder, {"HF_HUB_OFFLINE": "1"}, say) as running:
                 try:
                     self.measure_all(variant, running.url, running)
@@ -336,65 +276,20 @@ def link_rate() -> float | None:
     return float(result.stdout) if result.returncode == 0 else None
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Decode throughput of dense SGLang and sparse KV over HTTP.")
-    parser.add_argument("--model", required=True, help="directory of the model")
-    parser.add_argument("--output", type=Path, required=True, help="result file; what it holds is not repeated")
-    parser.add_argument("--resume", type=Path, nargs="*", default=[], help="more result files, read only")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["dense", "sparse"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192], help="prompt tokens")
-    parser.add_argument("--batches", nargs="+", default=["1", "4", "max"], help='streams, or "max"')
-    parser.add_argument("--policies", nargs="+", default=["default"], help="of policies.json, or key=value,…")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens each stream decodes")
-    parser.add_argument("--warmup", type=int, default=32, help="tokens of each stream before counting")
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--seed", type=int, default=0, help="of texts and sampling")
-    parser.add_argument("--stream-interval", type=int, default=4, help="tokens per chunk")
-    parser.add_argument("--budget", type=int, default=2048, help="of the sparse variants (tokens)")
-    parser.add_argument("--host-memory", default="auto", help="--sparse-kv-host-memory")
-    parser.add_argument("--sparse-config", type=json.loads, default={}, help="more --sparse-kv-config (JSON)")
-    parser.add_argument("--server-args", default="", help="added to every server's command line")
-    parser.add_argument("--dtype", default="float16")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=8192, help="--chunked-prefill-size")
-    parser.add_argument("--max-requests", type=int, default=64, help="--max-running-requests")
-    parser.add_argument("--graphs", type=int, nargs="*", default=GRAPHS, help="captured batch sizes")
-    parser.add_argument("--cap-gb", type=float, default=0, help="device memory of a server, 0 for no cap")
-    parser.add_argument("--reserve-gb", type=float, default=4.0, help="part of the cap beside weights and KV")
-    parser.add_argument("--seconds", type=float, default=560, help="the command ends within about this time")
-    parser.add_argument("--text", type=Path, help="folder with text (default: Python's standard library)")
-    parser.add_argument("--url", help="measure this running server instead of starting one")
-    parser.add_argument("--context", type=int, help="--context-length (default: the longest prompt and answer)")
-    parser.add_argument("--keep-server", action="store_true", help="leave it running when time runs out")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-benchmark")
-    options = parser.parse_args(argv)
-    for policy in options.policies:
-        policies.resolve(policy)
-    for batch in options.batches:
-        if batch != "max" and not (batch.isdigit() and int(batch)):
-            parser.error(f'--batches has {batch!r}; use positive numbers or "max"')
-    if options.tokens <= options.warmup:
-        parser.error(f"--tokens {options.tokens} leave nothing to count after --warmup {options.warmup}")
-    if options.url and len(options.variants) != 1:
-        parser.error("--url is one server; name its one variant with --variants")
-    return options
-
-
 def main(argv: list[str] | None = None) -> int:
     try:
-        options = parse(argv)
-        record = Record(options.output, options.resume)
-        benchmark = Benchmark(options, record)
+        chosen = options.parse(argv)
+        record = Record(chosen.output, chosen.resume)
+        benchmark = Benchmark(chosen, record)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     record.begin(
-        {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        | {"resume": [str(path) for path in options.resume]},
+        {key: str(value) if isinstance(value, Path) else value for key, value in vars(chosen).items()}
+        | {"resume": [str(path) for path in chosen.resume]},
         benchmark.corpus.digest,
     )
-    if options.device == "cuda" and not options.url:
+    if chosen.device == "cuda" and not chosen.url:
         record.data["runs"][-1]["link_bytes_per_second"] = link_rate()
     try:
         benchmark.run()

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.serving import policies, run, server, table
+from benchmark.serving import options, policies, run, server, table
 from benchmark.serving.client import Trace, run_streams, window_of
 from benchmark.serving.record import Record, difference
 
@@ -142,9 +142,9 @@ def measure(fake, tmp_path, monkeypatch, *arguments):
     texts.mkdir(exist_ok=True)
     (texts / "a.txt").write_text("some words and more words " * 30)
     monkeypatch.setattr(run, "load_tokenizer", lambda model: Words())
-    options = ["--model", "m", "--output", str(tmp_path / "result.json"), "--text", str(texts), "--url", fake.url]
-    options += ["--variants", "sparse", "--lengths", "64", "--tokens", "60", "--warmup", "4", "--device", "cpu"]
-    status = run.main([*options, *arguments])
+    given = ["--model", "m", "--output", str(tmp_path / "result.json"), "--text", str(texts), "--url", fake.url]
+    given += ["--variants", "sparse", "--lengths", "64", "--tokens", "60", "--warmup", "4", "--device", "cpu"]
+    status = run.main([*given, *arguments])
     return status, json.loads((tmp_path / "result.json").read_text())
 
 
@@ -191,14 +191,13 @@ def test_bad_arguments_are_refused(fake, tmp_path, monkeypatch, arguments):
     assert status == 2
 
 
-def test_the_memory_cap_becomes_a_fraction(tmp_path, monkeypatch):
-    options = run.parse(["--model", "m", "--output", "x", "--cap-gb", "40", "--reserve-gb", "4"])
+def test_the_memory_cap_becomes_a_fraction(monkeypatch):
+    chosen = options.parse(["--model", "m", "--output", "x", "--cap-gb", "40", "--reserve-gb", "4"])
     monkeypatch.setattr("benchmark.serving.server.gpu_total_bytes", lambda: 141 * 10**9)
-    benchmark = run.Benchmark(options, Record(tmp_path / "r.json"))
-    assert benchmark.memory_fraction() == pytest.approx(36 / 140.3)
-    command = benchmark.command("one_row")
+    assert options.memory_fraction(chosen) == pytest.approx(36 / 140.3)
+    command = options.command(chosen, "one_row")
     assert json.loads(command[command.index("--sparse-kv-config") + 1]) == {"debug": True, "guide": "none"}
-    assert "--sparse-kv" not in benchmark.command("dense")
+    assert "--sparse-kv" not in options.command(chosen, "dense")
 
 
 PROGRAM = """
