@@ -195,6 +195,42 @@ def test_filtered_draws_follow_upstreams_distribution(filters):
         assert chi_square(torch.bincount(tokens.long(), minlength=50), kept / kept.sum()) < 4
 
 
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@gpu
+def test_the_gpu_draws_as_the_cpu_does():
+    weights = torch.stack([skewed(5000, seed) for seed in range(16)])
+    keys, positions = torch.arange(16) * 12345, torch.arange(16) + 7
+    noise = sampling.exponential(keys, positions, torch.arange(5000))
+    theirs = sampling.exponential(keys.cuda(), positions.cuda(), torch.arange(5000).cuda())
+    torch.testing.assert_close(theirs.cpu(), noise, rtol=1e-5, atol=0)
+    for rows in (1, 2, 16):
+        drawn = sampling.draw(weights[:rows].cuda(), keys[:rows].cuda(), positions[:rows].cuda())
+        assert drawn.tolist() == sampling.draw(weights[:rows], keys[:rows], positions[:rows]).tolist()
+
+
+@gpu
+@pytest.mark.parametrize("filters", FILTERS, ids=lambda f: "+".join(f))
+def test_flashinfer_filters_are_upstreams(monkeypatch, filters):
+    context = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="flashinfer"))
+    monkeypatch.setattr(sampling, "get_exec", lambda: context)
+    monkeypatch.setattr(upstream, "get_exec", lambda: context)
+    probs = skewed(seed=3).cuda().expand(TRIALS, -1).contiguous()
+    info = batch_info(TRIALS, **{name: values[0] for name, values in filters.items()})
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps"):
+        setattr(info, name, getattr(info, name).cuda())
+    sampler, keys = coupled_sampler(), torch.arange(TRIALS, device="cuda")
+    theirs = sampler._sample_from_probs(probs, info, keys, False)
+    sampling.couple(info, keys)
+    ours = sampler._sample_from_probs(probs, info, keys, False)
+    kept = sampling.filtered(probs, info)[0].cpu()
+    for tokens in (ours, theirs):
+        counts = torch.bincount(tokens.long().cpu(), minlength=50)
+        assert not counts[kept == 0].any()
+        assert chi_square(counts, kept / kept.sum()) < 4
+
+
 # ---------------------------------------------------------------- the sampler
 
 

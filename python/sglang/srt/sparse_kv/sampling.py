@@ -19,6 +19,7 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarMask
 from sglang.srt.layers import sampler as upstream
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.utils import DynamicGradMode
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -89,8 +90,12 @@ def draw(weights: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> 
     return scores(weights, keys, positions, tokens).argmax(dim=-1).to(torch.int32)
 
 
+@DynamicGradMode()
 def warm_up(vocab_size: int, device: torch.device) -> None:
-    """Compile what `draw` needs on a GPU, so that the first request at a temperature does not wait for it."""
+    """Compile what `draw` needs on a GPU, so that the first request at a temperature does not wait for it.
+
+    The compiler keeps its results by gradient mode too, so this runs in the scheduler's.
+    """
     for rows in (1, 2):  # the compiler treats one row as a case of its own
         weights = torch.ones(rows, vocab_size, device=device)
         keys = torch.zeros(rows, dtype=torch.int64, device=device)

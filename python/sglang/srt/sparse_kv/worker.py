@@ -168,7 +168,7 @@ class DualDecodeWorker(BaseSpecWorker):
         return isinstance(self._runner.sampler, sampling.CoupledSampler)
 
     def _couple_sampler(self) -> None:
-        if not self.config.coupled_sampling:
+        if not self.config.coupled_sampling or self._coupled:
             return
         if type(self._runner.sampler) is Sampler:
             self._runner.sampler = sampling.CoupledSampler()
@@ -268,7 +268,8 @@ class DualDecodeWorker(BaseSpecWorker):
         output = dataclasses.replace(
             output,
             next_token_logits=output.next_token_logits[:: self.rows].contiguous(),
-            hidden_states=None if hidden is None else hidden[:: self.rows],
+            # A copy: under overlap it is fetched while the next step's graph writes to the same buffer.
+            hidden_states=None if hidden is None else hidden[:: self.rows].clone(),
         )
         row0 = copy.copy(forward_batch)
         row0.forward_mode = ForwardMode.DECODE  # in any other mode the sampler takes positions to be seq_lens - 1

@@ -1,0 +1,474 @@
+"""The worker's step, on a model that fits in one line: the next token is a function of token and position."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers import sampler as upstream
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sparse_kv import sampling, worker
+from sglang.srt.sparse_kv.worker import LOOK_AHEAD_MIN_TOKENS, DualDecodeWorker, DualDraftInput
+
+VOCAB, SLOTS, TOKENS, PAGE = 97, 6, 128, 16
+LONG = 10 * LOOK_AHEAD_MIN_TOKENS
+
+
+def model(tokens, positions):
+    """float32 [T, VOCAB] logits; every token has a successor of its own, and plausible others."""
+    best = (tokens * 31 + positions * 7 + 11) % VOCAB
+    spread = (tokens[:, None] * 13 + torch.arange(VOCAB) * positions[:, None]) % VOCAB
+    logits = torch.sin(spread.float())
+    return logits.scatter_add_(1, best[:, None], torch.full((len(tokens), 1), 2.0))
+
+
+class Runtime:
+    def __init__(self):
+        self.policy = SimpleNamespace(guide="chain")
+        self.hits, self.steps, self.flushes = [], 0, 0
+
+    def note_guides(self, hits, active):
+        self.hits.append([hit if known else None for hit, known in zip(hits.tolist(), active.tolist())])
+
+    def end_step(self):
+        self.steps += 1
+
+    def flush(self):
+        self.flushes += 1
+
+
+def make_sampler():
+    # Upstream's constructor wants a process group, which only synchronising ranks needs.
+    made = sampling.CoupledSampler.__new__(sampling.CoupledSampler)
+    torch.nn.Module.__init__(made)
+    made.enable_deterministic = made.use_ascend_backend = made.use_log_softmax_logprob = False
+    made.rl_on_policy_target = None
+    made.output_logprob_processor = OutputLogprobProcessor()
+    made._sync_token_ids_across_tp = lambda *args: None
+    return made
+
+
+class Runner:
+    device = "cpu"
+
+    def __init__(self):
+        self.model_config = SimpleNamespace(vocab_size=VOCAB)
+        self.token_to_kv_pool = SimpleNamespace(runtime=Runtime())
+        self.sampler = make_sampler()
+
+    def sample(self, output, batch):
+        """As upstream's, whose positions depend on the mode."""
+        assert batch.forward_mode.is_decode() or batch.forward_mode is ForwardMode.EXTEND
+        batch.sampling_info.update_regex_vocab_mask()
+        batch.sampling_info.apply_logits_bias(output.next_token_logits)
+        positions = batch.positions if batch.forward_mode.is_decode() else batch.seq_lens - 1
+        return self.sampler(
+            output,
+            batch.sampling_info,
+            batch.return_logprob,
+            batch.top_logprobs_nums,
+            batch.token_ids_logprobs,
+            positions,
+        )
+
+
+class Target:
+    """Upstream's worker: runs forwards and keeps a list of them."""
+
+    def __init__(self):
+        self.model_runner = Runner()
+        self.forwards = []
+        self.enable_overlap = "asked for on the target"
+
+    def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
+        forward = batch if batch is not None else forward_batch
+        self.forwards.append(forward)
+        if is_verify:
+            assert forward.forward_mode is ForwardMode.TARGET_VERIFY
+            logits = model(forward.input_ids, forward.positions)
+            hidden = torch.stack([forward.input_ids, forward.positions], dim=1)
+            return GenerationBatchResult(LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden))
+        output = LogitsProcessorOutput(next_token_logits=model(batch.input_ids, batch.seq_lens - 1))
+        return GenerationBatchResult(output, next_token_ids=self.model_runner.sample(output, batch))
+
+
+class Rig:
+    """What the scheduler does with the worker: lengths, last tokens and slots of running requests."""
+
+    def __init__(self, guide="chain", overlap=False, **config):
+        config["guide"] = "none" if guide == "none" else "chain"
+        args = SimpleNamespace(_sparse_kv=config, random_seed=3)
+        self.target = Target()
+        self.worker = DualDecodeWorker(args, 0, None, 0, self.target)
+        table = torch.arange(SLOTS * TOKENS, dtype=torch.int32).view(SLOTS, TOKENS) + PAGE
+        self.worker.alloc_memory_pool(req_to_token_pool=SimpleNamespace(req_to_token=table))
+        self.runtime = self.worker.runtime
+        self.runtime.policy.guide = "chain" if guide == "none" else guide
+        self.overlap = overlap
+        self.running: list = []
+        self.published = []
+
+    def batch(self, requests, mode, **fields):
+        info = SamplingBatchInfo(
+            temperatures=torch.tensor([[req.temperature] for req in requests]),
+            top_ps=torch.ones(len(requests)),
+            top_ks=torch.tensor([req.top_k for req in requests], dtype=torch.int32),
+            min_ps=torch.zeros(len(requests)),
+            is_all_greedy=all(req.top_k == 1 for req in requests),
+            is_any_greedy=any(req.top_k == 1 for req in requests),
+            need_top_p_sampling=False,
+            need_top_k_sampling=any(req.top_k != TOP_K_ALL for req in requests),
+            need_min_p_sampling=False,
+            vocab_size=VOCAB,
+            device="cpu",
+        )
+        return SimpleNamespace(
+            forward_mode=mode,
+            reqs=requests,
+            req_pool_indices=torch.tensor([req.req_pool_idx for req in requests]),
+            seq_lens=torch.tensor([req.length for req in requests]),
+            seq_lens_cpu=torch.tensor([req.length for req in requests]),
+            seq_lens_sum=None,
+            orig_seq_lens=None,
+            sampling_info=info,
+            has_grammar=False,
+            enable_overlap=self.overlap,
+            return_logprob=False,
+            top_logprobs_nums=None,
+            token_ids_logprobs=None,
+            lora_ids=None,
+            rids=None,
+            **fields,
+        )
+
+    def publish(self, seq_lens):
+        self.published.append((len(self.target.forwards), seq_lens.tolist()))
+
+    def prefill(self, *requests):
+        batch = self.batch(list(requests), ForwardMode.EXTEND)
+        batch.input_ids = torch.tensor([req.tokens[-1] for req in requests])
+        result = self.worker.forward_batch_generation(batch, self.publish)
+        self._commit(requests, result, new_lengths=[req.length for req in requests])
+        self.running += requests
+        return result
+
+    def decode(self, **fields):
+        batch = self.batch(list(self.running), ForwardMode.DECODE)
+        batch.__dict__.update(fields)
+        batch.spec_info = DualDraftInput(torch.tensor([req.tokens[-1] for req in self.running]))
+        result = self.worker.forward_batch_generation(batch, self.publish)
+        self._commit(self.running, result, new_lengths=[req.length + 1 for req in self.running])
+        return result
+
+    def _commit(self, requests, result, new_lengths):
+        assert result.new_seq_lens.tolist() == new_lengths
+        assert self.published[-1][1] == new_lengths
+        assert torch.equal(result.next_draft_input.bonus_tokens, result.next_token_ids)
+        for req, token, length in zip(requests, result.next_token_ids.tolist(), new_lengths):
+            req.tokens.append(token)
+            req.output_ids.append(token)
+            req.length = length
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    def init_new(batch, runner, return_hidden_states_before_norm):
+        fields = dict(vars(batch), positions=batch.spec_info.positions, batch_size=len(batch.reqs))
+        return SimpleNamespace(**fields)
+
+    context = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    monkeypatch.setattr(worker, "ForwardBatch", SimpleNamespace(init_new=init_new))
+    monkeypatch.setattr(sampling, "get_exec", lambda: context)
+    monkeypatch.setattr(upstream, "get_exec", lambda: context)
+
+
+def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max_new_tokens=LONG, **params):
+    sampling_params = SimpleNamespace(
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        sampling_seed=seed,
+        max_new_tokens=max_new_tokens,
+    )
+    return SimpleNamespace(
+        req_pool_idx=slot,
+        rid=f"r{slot}",
+        tokens=list(prompt),
+        output_ids=[],
+        length=len(prompt),
+        temperature=temperature,
+        top_k=1 if greedy else TOP_K_ALL,
+        sampling_params=sampling_params,
+        grammar=None,
+    )
+
+
+def greedy_text(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor(tokens[-1:]), torch.tensor([len(tokens) - 1]))
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+# ---------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("guide", ["chain", "random", "frozen", "forced", "none"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_text_does_not_depend_on_the_guide(guide, overlap):
+    rig = Rig(guide, overlap)
+    one, two = request(3), request(1, prompt=(8, 8, 1, 40))
+    rig.prefill(one)
+    for _ in range(5):
+        rig.decode()
+    rig.prefill(two)
+    for _ in range(8):
+        rig.decode()
+    assert one.output_ids == greedy_text((5, 9, 2), 14)
+    assert two.output_ids == greedy_text((8, 8, 1, 40), 9)
+
+
+@pytest.mark.parametrize("guide", ["random", "none"])
+def test_sampled_text_does_not_depend_on_the_guide_either(guide):
+    texts = []
+    for kind in ("chain", guide):
+        rig = Rig(kind)
+        requests = [request(2, greedy=False, seed=5), request(4, greedy=False, temperature=0.6)]
+        rig.prefill(*requests)
+        for _ in range(12):
+            rig.decode()
+        texts.append([req.output_ids for req in requests])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != greedy_text((5, 9, 2), 13)
+
+
+def test_a_seed_gives_the_same_text_in_other_company():
+    alone, among = Rig(), Rig()
+    first = request(2, greedy=False, seed=5)
+    alone.prefill(first)
+    second = request(4, greedy=False, seed=5)
+    among.prefill(request(1, greedy=False), second)
+    for _ in range(9):
+        alone.decode()
+        among.decode()
+    assert first.output_ids == second.output_ids
+
+
+# ---------------------------------------------------------------- guides
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_chain_is_right_from_the_first_step_and_stays_so(overlap, greedy):
+    rig = Rig(overlap=overlap)
+    rig.prefill(request(3, greedy=greedy), request(1, prompt=(7, 7), greedy=greedy, temperature=0.7))
+    for _ in range(10):
+        rig.decode()
+    assert rig.runtime.hits == [[True, True]] * 10
+
+
+def upstreams_sampler():
+    plain = upstream.Sampler.__new__(upstream.Sampler)
+    torch.nn.Module.__init__(plain)
+    return plain
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_upstreams_sampler_is_replaced_where_noise_is_shared(monkeypatch, coupled):
+    monkeypatch.setattr(sampling.CoupledSampler, "__init__", torch.nn.Module.__init__)
+    rig = Rig(coupled_sampling=coupled)
+    rig.target.model_runner.sampler = plain = upstreams_sampler()
+    rig.worker._couple_sampler()
+    assert (rig.target.model_runner.sampler is plain) is not coupled
+    assert rig.worker._coupled is coupled
+
+
+def test_a_sampler_of_somebody_else_stays(caplog):
+    rig = Rig()
+    rig.target.model_runner.sampler = plain = torch.nn.Identity()
+    rig.worker._couple_sampler()
+    assert rig.target.model_runner.sampler is plain
+    assert "Identity is not SGLang's own" in caplog.text
+
+
+def test_the_look_ahead_runs_for_started_requests_alone():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.decode()
+    rig.decode()
+    rig.prefill(request(1), request(2))
+    rig.decode()
+    rig.decode()
+    sizes = [len(forward.req_pool_indices) for forward in rig.target.forwards]
+    assert sizes == [1, 1, 1, 1, 2, 2, 3, 3], "prefill, look-ahead, two steps, prefill, look-ahead, two steps"
+    ahead, step = rig.target.forwards[5], rig.target.forwards[6]
+    assert ahead.batch_size == 2 and ahead.req_pool_indices.tolist() == [1, 2]
+    assert ahead.input_ids[::2].tolist() == step.input_ids[2::2].tolist()
+    assert ahead.positions.tolist() == step.positions[2:].tolist()
+    assert ahead.out_cache_loc.tolist() == step.out_cache_loc[2:].tolist()
+    assert ahead.seq_lens_sum == int(ahead.seq_lens_cpu.sum()) == int(ahead.seq_lens.sum())
+    assert ahead.spec_info.positions is ahead.positions
+    assert rig.runtime.hits[-2:] == [[True] * 3] * 2
+    assert rig.runtime.steps == 6
+
+
+def test_short_requests_start_without_a_guess():
+    rig = Rig()
+    rig.prefill(request(3, max_new_tokens=LOOK_AHEAD_MIN_TOKENS - 1))
+    rig.decode()
+    step = rig.target.forwards[-1]
+    assert len(rig.target.forwards) == 2, "prefill and step"
+    assert step.input_ids[0] == step.input_ids[1], "row 1 needs some token"
+    rig.decode()
+    assert [hits[0] is None for hits in rig.runtime.hits] == [True, False]
+
+
+def test_a_slot_that_changes_hands_loses_its_guess():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.decode()
+    rig.running.clear()
+    rig.prefill(request(3, prompt=(50, 51), max_new_tokens=4))
+    rig.decode()
+    assert rig.runtime.hits[-1] == [None]
+
+
+def test_a_slot_prefilled_but_never_decoded_is_forgotten():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.running.clear()  # it ended with its first token
+    rig.prefill(request(2))
+    rig.decode()
+    rig.decode()
+    assert [len(forward.req_pool_indices) for forward in rig.target.forwards] == [1, 1, 1, 1, 1]
+    assert rig.worker._started == set()
+
+
+def test_the_forced_guide_shows_row_1_right():
+    rig = Rig("forced")
+    rig.prefill(request(3), request(1, max_new_tokens=4))
+    for _ in range(3):
+        rig.decode()
+    assert len(rig.target.forwards) == 1 + 2 * 3
+    rig.runtime.policy.guide = "chain"
+    rig.decode()
+    assert rig.runtime.hits == [[True, True]] * 4
+
+
+def test_guides_recover_when_the_policy_changes_back():
+    rig = Rig("random")
+    rig.prefill(request(3))
+    for _ in range(20):
+        rig.decode()
+    assert sum(hits[0] for hits in rig.runtime.hits) < 5
+    rig.runtime.policy.guide = "forced"
+    rig.decode()
+    rig.runtime.policy.guide = "chain"
+    rig.decode()
+    assert rig.runtime.hits[-2:] == [[True], [True]]
+
+
+# ---------------------------------------------------------------- what upstream sees
+
+
+@pytest.mark.parametrize(("guide", "rows"), [("chain", 2), ("none", 1)])
+def test_rows_of_a_request_lie_together(guide, rows):
+    rig = Rig(guide)
+    one, two = request(3, max_new_tokens=4), request(1, prompt=tuple(range(16)), max_new_tokens=4)
+    rig.prefill(one, two)
+    rig.decode()
+    step = rig.target.forwards[-1]
+    assert step.forward_mode is ForwardMode.TARGET_VERIFY
+    assert step.positions.tolist() == [length + row for length in (3, 16) for row in range(rows)]
+    slots = [slot for slot in (3, 1) for _ in range(rows)]
+    assert step.out_cache_loc.tolist() == [PAGE + s * TOKENS + p for s, p in zip(slots, step.positions.tolist())]
+    assert step.input_ids[::rows].tolist() == [one.output_ids[0], two.output_ids[0]]
+    assert step.seq_lens.tolist() == [3, 16], "committed tokens, the step's own left out"
+    assert all(value.dtype == torch.int64 for value in (step.input_ids, step.positions, step.out_cache_loc))
+    assert step.spec_info.num_tokens_per_req == rows
+    assert step.spec_info.capture_hidden_mode is CaptureHiddenMode.NULL
+    assert step.spec_info.is_verify_input() and not step.spec_info.is_draft_input()
+
+
+def test_lengths_are_published_once_and_before_the_forward():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.decode()
+    rig.decode()
+    assert rig.published == [(0, [3]), (1, [4]), (3, [5])]
+
+
+def test_a_step_reports_one_token_a_request():
+    rig = Rig()
+    rig.prefill(request(3), request(1))
+    result = rig.decode()
+    assert result.accept_lens.tolist() == [1, 1] and result.accept_lens.dtype == torch.int32
+    assert result.speculative_num_draft_tokens == 1
+    assert result.next_token_ids.shape == (2,)
+    assert result.logits_output.next_token_logits.shape == (2, VOCAB)
+    hidden = result.logits_output.hidden_states.tolist()
+    assert hidden == [[req.output_ids[0], 3] for req in rig.running], "row 0's alone"
+
+
+def test_logprobs_are_row_0s():
+    rig = Rig()
+    rig.prefill(request(3), request(1))
+    result = rig.decode(return_logprob=True, top_logprobs_nums=[2, 0], token_ids_logprobs=[None, [7]])
+    output = result.logits_output
+    tokens = torch.tensor([req.output_ids[0] for req in rig.running])
+    expected = torch.log_softmax(model(tokens, torch.tensor([3, 3])), dim=-1)
+    assert output.next_token_logprobs.shape == (2, 1)
+    torch.testing.assert_close(output.next_token_logprobs, expected.gather(1, result.next_token_ids[:, None].long()))
+    torch.testing.assert_close(output.next_token_top_logprobs_val[0], expected[0].topk(2).values)
+    torch.testing.assert_close(output.next_token_token_ids_logprobs_val[1], expected[1, [7]])
+
+
+def test_flushing_forgets_guesses_and_empties_the_cache():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.decode()
+    rig.prefill(request(2))
+    rig.worker.clear_cache_pool()
+    assert rig.runtime.flushes == 1
+    assert (rig.worker.guide_state.guess < 0).all() and not rig.worker._started
+
+
+def test_new_weights_concern_the_target_alone():
+    rig = Rig()
+    assert rig.worker.update_weights_from_disk(None)[0]
+    assert rig.worker.update_weights_from_ipc(None)[0]
+    assert rig.worker.draft_worker is None
+    assert rig.worker.enable_overlap == "asked for on the target"
+    assert not hasattr(rig.worker, "nothing_has_this")
+
+
+# ---------------------------------------------------------------- between steps
+
+
+def draft_input(tokens, indices=None):
+    made = DualDraftInput(torch.tensor(tokens))
+    if indices is not None:
+        made.future_indices = torch.tensor(indices)
+    return made
+
+
+def test_the_batch_carries_last_tokens_without_overlap():
+    running, joined = draft_input([1, 2, 3]), draft_input([4])
+    running.filter_batch(torch.tensor([2, 0]), [2, 0])
+    running.merge_batch(joined)
+    assert running.bonus_tokens.tolist() == [3, 1, 4]
+    assert not running.is_draft_input() and not running.is_verify_input()
+
+
+def test_the_relay_carries_last_tokens_under_overlap():
+    running, joined = draft_input([1, 2, 3], [7, 8, 9]), draft_input([4], [5])
+    running.filter_batch(torch.tensor([2, 0]), [2, 0])
+    running.merge_batch(joined)
+    assert running.future_indices.tolist() == [9, 7, 5]
