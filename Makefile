@@ -7,13 +7,17 @@ PORT ?= 30000
 ARGS ?=
 # Added to pytest's, e.g. TESTS='-k fork'.
 TESTS ?=
-PYTEST = $(PY) -m pytest test/unit test/e2e --timeout 900 --durations 10 --disable-warnings $(TESTS)
+# Added to the kernels' build, e.g. KERNELS='--arch 90 --verbose'.
+KERNELS ?=
+PYTEST = $(PY) -m pytest test/unit test/kernels test/e2e --timeout 900 --durations 10 --disable-warnings $(TESTS)
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Threads that spin while they wait for one another make a busy machine many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model serve test test-all check format bench lock clean
+.PHONY: help env model serve test test-all check format kernels bench lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,7 +35,7 @@ model: $(MODEL)/prepared ## convert the demo model
 
 serve: $(MODEL)/prepared ## serve the demo model on http://127.0.0.1:30000
 	@echo "Serving on http://$(HOST):$(PORT); ready when the log says so (up to two minutes). Stop with Ctrl-C." >&2
-	@exec $(PY) -m sglang.launch_server --model-path $(MODEL) --host $(HOST) --port $(PORT) \
+	@SGLANG_PLATFORM=torch_cpu exec $(PY) -m sglang.launch_server --model-path $(MODEL) --host $(HOST) --port $(PORT) \
 	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle $(ARGS)
 
 test: check $(MODEL)/prepared ## lint, types and the fast tests (under 15 minutes)
@@ -49,8 +53,11 @@ format: .venv/.ready ## put the sources in shape
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+kernels: .venv/.ready ## compile the CUDA sources for sm_80, sm_90 and sm_100 (needs nvcc, no GPU)
+	$(PY) -m sglang.srt.sparse_kv.ops.build $(KERNELS)
+
 bench: $(MODEL)/prepared ## decode speed on this CPU, with sparse KV and without
-	$(PY) benchmark/cpu_decode.py --model $(MODEL)
+	SGLANG_PLATFORM=torch_cpu $(PY) benchmark/cpu_decode.py --model $(MODEL)
 
 lock: ## resolve requirements/dev.in anew
 	uv pip compile --quiet --universal --python-version 3.10 --custom-compile-command "make lock" \
