@@ -1,4 +1,4 @@
-"""Random layers for tests of the kernels, their copies on the CPU for the reference, and what must be equal after both."""
+"""Random layers for tests of the kernels, their copies on the CPU for the reference, and what both must agree on."""
 
 from __future__ import annotations
 

@@ -16,6 +16,9 @@ def step_on(device, value=STEP):
     return torch.tensor([value], dtype=torch.int32, device=device)
 
 
+cap_on = step_on
+
+
 CASES = [
     # n, heads, width, slots, pages, resident, inactive
     (1, 1, 1, 8, 16, 0.0, 0),
@@ -60,7 +63,7 @@ def test_resolve(engine, case, move):
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("cap", [0, 3, 1000])
+@pytest.mark.parametrize("cap", [-1, 0, 3, 1000])
 def test_plan_prefetch(engine, case, cap):
     n, heads, width, slots, pages, resident, inactive = case
     if engine.small and case in LARGE:
@@ -72,8 +75,9 @@ def test_plan_prefetch(engine, case, cap):
             view.stamp[:, slots // 3 :] = torch.where(view.page_of[:, slots // 3 :] >= 0, STEP, RESERVED)
         expected, before = copy_of(view), copy_of(view)
         chosen = random_selection(seed, n, heads, width, pages, inactive)
-        fetch_ref = reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap)
-        fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device), cap)
+        fetch_ref = reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap_on("cpu", cap))
+        step, limit = step_on(engine.device), cap_on(engine.device, cap)
+        fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step, limit)
         same_tables(view, expected, before)
         same_fetch(view, fetch, fetch_ref)
         cuda.gather(view, fetch)
@@ -90,7 +94,9 @@ def test_prefetch_of_logical_pages(engine):
     closed = torch.tensor([logical, 9, 0])
     chosen = store[index]
     chosen = torch.where(chosen < closed[:, None, None], chosen, NONE)
-    fetch_ref = reference.plan_prefetch(expected, reference.lookup(table, chosen), None, step_on("cpu"), 4)
+    fetch_ref = reference.plan_prefetch(
+        expected, reference.lookup(table, chosen), None, step_on("cpu"), cap_on("cpu", 4)
+    )
     wide = torch.full((7, 3, heads, width), NONE, dtype=torch.int32)
     wide[:, 1] = store
     fetch = cuda.plan_prefetch(
@@ -98,7 +104,7 @@ def test_prefetch_of_logical_pages(engine):
         wide.to(engine.device)[:, 1],
         None,
         step_on(engine.device),
-        4,
+        cap_on(engine.device, 4),
         table=table.to(engine.device),
         closed=closed.to(engine.device),
         index=index.to(engine.device),
@@ -177,8 +183,10 @@ def test_many_steps(engine):
             _, fetch = cuda.resolve(view, chosen.to(engine.device), None, step_on(engine.device, step), move=kind == 1)
             cuda.gather(view, fetch)
         elif kind == 2:
-            reference.plan_prefetch(expected, chosen, None, step_on("cpu", step - 1), 2)
-            fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device, step - 1), 2)
+            clock, cap = step_on("cpu", step - 1), cap_on("cpu", 2)
+            reference.plan_prefetch(expected, chosen, None, clock, cap)
+            clock, cap = clock.to(engine.device), cap.to(engine.device)
+            fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, clock, cap)
             cuda.gather(view, fetch)
         else:
             gone = chosen[0, 0]

@@ -41,6 +41,7 @@ struct SkvWork {
   int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
   int32_t* list;    // [heads][list_width] entries that won their unit
   int32_t* rows;    // [heads][list_width][4] units that append fetches
+  const int32_t* skip;  // [1] nonzero: copy no unit (the measurement of what transfers cost)
   int64_t list_width;
 };
 
@@ -58,10 +59,10 @@ struct SkvResolve {
   int32_t* units;         // [capacity][4] result: page, head, slot, tokens
   int32_t* count;         // [1] result
   const int32_t* step;    // [1]
+  const int32_t* cap;     // [1] prefetch: units per request and head, negative for none at all
   int64_t n;
   int64_t width;
   int64_t mode;   // 0 resolve, 1 prefetch, 2 install
-  int64_t cap;    // prefetch: units per request and head
   int64_t tally;  // resolve: count selected and hit
   int64_t move;   // resolve: copy the missing units before returning
 };

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       if (page >= 0) args.slots[entries.result(e)] = __ldcg(slot_of + page);
     }
     // The committed tokens of a page that comes back: few units, few bytes, and the write below must come after them.
-    move_plain(view, UnitRows{units, scratch.first, 1, scratch.kept}, nullptr);
+    move_plain(view, UnitRows{units, scratch.first, 1, *work.skip ? 0 : scratch.kept}, nullptr);
     __syncthreads();
   }
   add_tally(view, scratch);

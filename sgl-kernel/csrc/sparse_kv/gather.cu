@@ -35,22 +35,22 @@ __device__ __forceinline__ int share(int total) {
 }
 
 template <bool kBulk>
-__global__ void gather_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvGather args,
-                              int32_t* urgent, int num_stages) {
+__global__ void gather_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
+                              const __grid_constant__ SkvGather args, int num_stages) {
   SKV_DYNAMIC_SHARED(stages);
   __shared__ MoverScratch scratch;
   wait_for_previous_kernel();
   UnitRows rows{reinterpret_cast<const int4*>(args.units), static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x),
-                share(*args.count)};
+                *work.skip ? 0 : share(*args.count)};
   if (rows.count == 0) return;
   if (args.ahead) {
-    move<kBulk>(view, rows, stages, num_stages, scratch, urgent);
+    move<kBulk>(view, rows, stages, num_stages, scratch, work.urgent);
     return;
   }
-  if (threadIdx.x == 0) atomicAdd(urgent, 1);
+  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
   move<kBulk>(view, rows, stages, num_stages, scratch, nullptr);
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(urgent, -1);
+  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
 }
 
 template <bool kBulk>
@@ -80,7 +80,7 @@ SKV_EXPORT int skv_gather(const SkvView* view, const SkvWork* work, const SkvGat
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk ? mover_stages(*view, where->device) : 0;
   return launch(*where, bulk ? gather_kernel<true> : gather_kernel<false>, dim3(args->blocks), bulk ? 32 : kPlainThreads,
-                stage_bytes(*view, stages), *view, *args, work->urgent, stages);
+                stage_bytes(*view, stages), *view, *work, *args, stages);
 }
 
 SKV_EXPORT int skv_stage(const SkvView* view, const SkvStage* args, const Launch* where) {

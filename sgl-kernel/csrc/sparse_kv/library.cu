@@ -23,6 +23,9 @@ SKV_EXPORT int64_t skv_sizes(int64_t* sizes, int64_t room) {
   return count;
 }
 
+// Shared memory that a block may have.
+SKV_EXPORT int64_t skv_shared_limit(int64_t device) { return shared_limit(static_cast<int>(device)); }
+
 #ifdef SPARSE_KV_EMULATE
 SKV_EXPORT const char* skv_error(int) { return "emulated"; }
 SKV_EXPORT void* skv_device_pointer(void* host, int64_t) { return host; }

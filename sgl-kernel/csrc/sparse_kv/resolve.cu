@@ -20,8 +20,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   int* list = work.list + head * work.list_width;
   auto* units = reinterpret_cast<int4*>(request.units);
 
+  if (mode == kPrefetch && *request.cap < 0) entries.count = 0;
   begin_tally(scratch);
-  bool missing = mode == kPrefetch ? claim_predicted(view, entries, step, request.cap)
+  bool missing = mode == kPrefetch ? claim_predicted(view, entries, step, *request.cap)
                                    : claim_selection(view, entries, step, mode == kResolve && request.tally,
                                                      mode == kResolve, request.slots, scratch);
   int kept = 0;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       atomicExch(work.cursor + 1, 0);
     }
   }
-  if (!request.move || kept == 0) return;
+  if (!request.move || kept == 0 || *work.skip) return;
   if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
   UnitRows rows{units, scratch.first, 1, kept};
   if (kBulk) {

@@ -74,7 +74,8 @@ struct TableScratch {
 
 __device__ __forceinline__ int* slot_row(const SkvView& view, int head) { return view.slot_of + head * view.pages; }
 
-// Clears a slot's "fetched ahead" flag; true for the one caller that found it set.
+// Clears a slot's "fetched ahead" flag; true for the one caller that found it set. The atomic takes the flag's whole word:
+// allocations are rounded up to far more than that.
 __device__ __forceinline__ bool take_ahead(const SkvView& view, int64_t slot_index) {
   uint8_t* flag = view.ahead + slot_index;
   if (__ldcg(flag) == 0) return false;
@@ -135,14 +136,14 @@ __device__ __forceinline__ bool claim_selection(const SkvView& view, const Entri
 }
 
 // The same for predicted pages: one warp per request counts its missing units in order of rank, up to `cap`.
-__device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int64_t cap) {
+__device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int cap) {
   constexpr int kBatch = 4;  // loads in flight per lane
   int* slot_of = slot_row(view, entries.head);
   int64_t base = entries.head * view.slots;
   int width = static_cast<int>(entries.request->width), requests = static_cast<int>(entries.request->n);
   int claimed = 0;
-  for (int n = warp_id(); n < requests; n += blockDim.x >> 5) {
-    int64_t seen = 0;
+  for (int n = warp_id(); n < requests && cap >= 0; n += blockDim.x >> 5) {
+    int seen = 0;
     for (int first = 0; first < width; first += 32 * kBatch) {
       int page[kBatch], slot[kBatch];
 #pragma unroll

@@ -1,8 +1,8 @@
 // Runs CUDA kernels on the CPU, so that their logic is tested where there is no GPU.
 //
 // Every thread of a block is a fiber; blocks run one after another. Between two points of synchronisation the threads
-// of a block, and the blocks of a grid, run in an order drawn from a seed, so a missing barrier shows as a wrong result
-// under some seed. A barrier that not every thread reaches is reported as a deadlock. What this does not model: memory
+// of a block, and the blocks of a grid, run in an order drawn from a seed, and warps run ahead of each other, so a missing
+// barrier shows as a wrong result under some seed. A barrier that not every thread reaches is reported as a deadlock. What this does not model: memory
 // ordering between blocks that run at once, time, and the memory system's alignment rules.
 #pragma once
 #include <cuda_bf16.h>
@@ -115,18 +115,23 @@ inline void run_block(unsigned threads) {
   for (auto& warp : state.warps) warp = Warp{};
   std::vector<int> order(threads);
   std::iota(order.begin(), order.end(), 0);
-  long before = -1;
+  // In most passes some warps are held back, so that others run ahead of them as far as barriers allow.
+  std::vector<char> held(state.warps.size());
+  int idle = 0;
   while (state.alive > 0) {
-    if (state.progress == before) {
-      std::fprintf(stderr, "emulator: deadlock, %d of %u threads wait\n", state.alive, threads);
-      std::abort();
-    }
-    before = state.progress;
+    long before = state.progress;
+    bool everyone = state.random() % 4 == 0;
+    for (auto& warp : held) warp = !everyone && state.random() % 2;
     std::shuffle(order.begin(), order.end(), state.random);
     for (int i : order) {
-      if (state.fibers[i].done) continue;
+      if (state.fibers[i].done || held[i / 32]) continue;
       state.current = i;
       emulator_switch(&state.scheduler, state.fibers[i].stack_pointer);
+    }
+    idle = state.progress == before ? idle + everyone : 0;
+    if (idle > 2) {
+      std::fprintf(stderr, "emulator: deadlock, %d of %u threads wait\n", state.alive, threads);
+      std::abort();
     }
   }
 }

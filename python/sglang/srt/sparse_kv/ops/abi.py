@@ -24,35 +24,35 @@ def _struct(name: str, spec: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-View = _struct(
+View: Any = _struct(
     "View",
     "kv:p slot_of:p page_of:p stamp:p ahead:p host:p landmarks:p counters:p heads:i slots:i pages:i page_size:i "
     "head_dim:i dtype:i landmark_dtype:i",
 )
-Work = _struct("Work", "error:p cursor:p urgent:p list:p rows:p list_width:i")
-Resolve = _struct(
+Work: Any = _struct("Work", "error:p cursor:p urgent:p list:p rows:p skip:p list_width:i")
+Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
-    "step:p n:i width:i mode:i cap:i tally:i move:i",
+    "step:p cap:p n:i width:i mode:i tally:i move:i",
 )
-Append = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
-Score = _struct(
+Append: Any = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
+Score: Any = _struct(
     "Score",
     "q:p stride_q:i q_dtype:i table:p table_width:i lo:n hi:n logits:p partials:p scale:f n:i rows:i group:i blocks:i",
 )
-Select = _struct(
+Select: Any = _struct(
     "Select",
     "logits:p partials:p scores:p dense:p lo:n hi:n table:p table_width:i length:n active:p pages:p num_pages:p "
     "predicted:p keys:p n:i rows:i heads:i group:i page_size:i sinks:i window:i budget:i width:i",
 )
-Gather = _struct("Gather", "units:p count:p blocks:i ahead:i")
-Stage = _struct("Stage", "pages:n target:p count:i blocks:i")
-Chunk = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
-Lookup = _struct("Lookup", "source:n table:p table_width:i out:p n:i width:i page_size:i")
-Attend = _struct(
+Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
+Stage: Any = _struct("Stage", "pages:n target:p count:i blocks:i")
+Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
+Lookup: Any = _struct("Lookup", "source:n table:p table_width:i out:p n:i width:i page_size:i")
+Attend: Any = _struct(
     "Attend",
-    "q:p q_out:p k_row1:p v_row1:p stride_q:i stride_k:i stride_v:i slots:p num_pages:n last_tokens:n indptr:p indices:p "
-    "last_page:p partial:p lse:p out:p scale:f n:i rows:i group:i width:i",
+    "q:p q_out:p k_row1:p v_row1:p stride_q:i stride_k:i stride_v:i slots:p num_pages:n last_tokens:n indptr:p "
+    "indices:p last_page:p partial:p lse:p out:p scale:f n:i rows:i group:i width:i",
 )
 
 
@@ -95,6 +95,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     library.skv_sources.argtypes, library.skv_sources.restype = [], c_char_p
     library.skv_device_pointer.argtypes, library.skv_device_pointer.restype = [c_void_p, c_int64], c_void_p
     library.skv_select_shared.argtypes, library.skv_select_shared.restype = [c_int64], c_int64
+    library.skv_shared_limit.argtypes, library.skv_shared_limit.restype = [c_int64], c_int64
     library.skv_sizes.argtypes, library.skv_sizes.restype = [POINTER(c_int64), c_int64], c_int64
     sizes = (c_int64 * 32)()
     found = list(sizes[: library.skv_sizes(sizes, len(sizes))])

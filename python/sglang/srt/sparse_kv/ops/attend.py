@@ -1,13 +1,14 @@
 """Attention of the CUDA engine: FlashInfer over the selected pages, our kernels around it.
 
-Each (request, kv head) is one sequence of FlashInfer's decode wrapper, with the query heads of both rows. The wrapper is
-planned once per batch size for the longest selection; a kernel writes the lengths of the moment, so that a captured
+Each (request, kv head) is one sequence of FlashInfer's decode wrapper, with the query heads of both rows. The wrapper
+is planned once per batch size for the longest selection; a kernel writes the lengths of the moment, so that a captured
 graph needs no host.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.ops import abi
@@ -22,17 +23,15 @@ INT_WORKSPACE = 4 << 20
 class AttendPlan:
     """FlashInfer's wrapper and the buffers it reads, for one batch size and selection width."""
 
-    def __init__(
-        self, space: Workspace, requests: int, heads: int, q_heads: int, width: int, view: LayerView, scale: float
-    ):
+    def __init__(self, space: Workspace, requests: int, q_heads: int, width: int, view: LayerView, scale: float):
         device = space.device
-        sequences = requests * heads
+        sequences = requests * view.kv.shape[0]
         self.indptr = torch.arange(sequences + 1, dtype=torch.int32, device=device) * width
         self.indices = torch.zeros(sequences * width, dtype=torch.int32, device=device)
         page_size, dim = view.kv.shape[3:]
         self.last_page = torch.full((sequences,), page_size, dtype=torch.int32, device=device)
         self.page_size, self.scale = page_size, scale
-        self.wrapper = self._plan(space, q_heads, dim, view.kv.dtype) if device.type == "cuda" else None
+        self.wrapper: Any = self._plan(space, q_heads, dim, view.kv.dtype) if device.type == "cuda" else None
 
     def _plan(self, space: Workspace, q_heads: int, dim: int, dtype: torch.dtype):
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
@@ -81,7 +80,7 @@ def attend_plan(view: LayerView, requests: int, q_heads: int, width: int, scale:
     if plan is None:
         if space.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"attention for {requests} requests was not planned before the CUDA graph capture")
-        plan = space.plans[key] = AttendPlan(space, requests, heads, q_heads, width, view, scale)
+        plan = space.plans[key] = AttendPlan(space, requests, q_heads, width, view, scale)
     return plan
 
 

@@ -26,6 +26,7 @@ from sglang.srt.sparse_kv.ops import abi
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libsparse_kv.so"
+HOST_FLAGS = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -68,7 +69,7 @@ def find_nvcc() -> str | None:
 
 
 def compile_library(target: Path, architectures: list[str], verbose: bool = False) -> None:
-    """Compiles every source into one library for the given compute capabilities ("90" is sm_90). Raises RuntimeError."""
+    """Compiles the sources into one library for compute capabilities such as "90" (sm_90). Raises RuntimeError."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(
@@ -81,7 +82,7 @@ def compile_library(target: Path, architectures: list[str], verbose: bool = Fals
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / LIBRARY
-        command = [nvcc, *FLAGS, *gencode, "--threads", "0", f"-DSKV_SOURCES={source_hash(folder)}"]
+        command = [nvcc, *FLAGS, *HOST_FLAGS, *gencode, "--threads", "0", f"-DSKV_SOURCES={source_hash(folder)}"]
         command += ["-Xptxas", "-v"] if verbose else []
         command += [*map(str, sorted(folder.glob("*.cu"))), "-o", str(fresh)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -143,9 +144,7 @@ def _find_or_make() -> ctypes.CDLL:
         # Ranks of one server start together: one compiles, the others wait and load.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
-            logger.info(
-                "Compiling the sparse KV kernels for sm_%s, once for this machine (about a minute)", architecture
-            )
+            logger.info("Compiling the sparse KV kernels for sm_%s, once on this machine: about a minute", architecture)
             start = time.monotonic()
             compile_library(target, [architecture])
             logger.info("Compiled the sparse KV kernels in %.0f s into %s", time.monotonic() - start, target)
@@ -154,9 +153,7 @@ def _find_or_make() -> ctypes.CDLL:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the sparse KV kernels ahead of time.")
-    parser.add_argument(
-        "--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities, e.g. 90 for sm_90"
-    )
+    parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities: 90 is sm_90")
     parser.add_argument("--out", type=Path, help=f"target file; default {LIBRARY} beside the sources")
     parser.add_argument("--verbose", action="store_true", help="registers, shared memory and spills of each kernel")
     args = parser.parse_args()

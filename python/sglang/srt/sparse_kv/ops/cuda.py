@@ -8,7 +8,6 @@ Beyond the reference:
 * `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the
   reference's tensor of it.
 * `resolve(..., move=True)` also brings the missing units, in the same launch.
-* `plan_prefetch(..., table=, closed=, index=)` takes logical pages and looks them up itself.
 * A selection that does not fit sets a flag instead of raising: `workspace(device).check()` raises later.
 """
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.ops import abi, build
@@ -49,6 +49,7 @@ __all__ = [
     "resolve",
     "score",
     "select",
+    "skip_copies",
     "stage",
     "store_chunk",
     "write_token",
@@ -119,7 +120,7 @@ class Scores:
     hi: torch.Tensor
     shape: tuple[int, int, int, int, int]  # N, R, H, G, MP
 
-    def _arguments(self) -> abi.Select:
+    def _arguments(self) -> Any:
         n, rows, heads, group, width = self.shape
         return abi.Select(
             logits=pointer(self.logits),
@@ -215,10 +216,8 @@ def select(scores, table, length, active, shape, budget_pages: int) -> Selection
 @lru_cache
 def keys_in_global_memory(device: torch.device, width: int) -> bool:
     """Whether a row of scores is too wide for shared memory."""
-    limit = 227 * 1024
-    if device.type == "cuda":
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return build.library().skv_select_shared(width) + 4 * width + 1024 > limit
+    library = build.library()
+    return library.skv_select_shared(width) + 4 * width + 1024 > library.skv_shared_limit(device.index or 0)
 
 
 # ---------------------------------------------------------------- the page cache's tables
@@ -260,17 +259,13 @@ def resolve(view: LayerView, pages, tokens, step, count: bool = True, move: bool
     return slots, fetch
 
 
-def plan_prefetch(view: LayerView, pages, tokens, step, cap: int, table=None, closed=None, index=None) -> DeviceFetch:
-    """As reference.plan_prefetch.
-
-    With `table` int32 [N, MP] the pages are logical, and those at or beyond `closed` int [N] are skipped; with `index`
-    int [N], request i's pages are row index[i] of `pages`, whose rows may be strided.
-    """
+def plan_prefetch(view: LayerView, pages, tokens, step, cap, table=None, closed=None, index=None) -> DeviceFetch:
+    """As reference.plan_prefetch; the rows of `pages` may be strided."""
     n = pages.shape[0] if index is None else index.shape[0]
-    heads, width = pages.shape[1:]
+    width = pages.shape[2]
     if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
         pages, tokens = pages.contiguous(), None if tokens is None else tokens.contiguous()
-    fields: dict = {"cap": cap}
+    fields: dict[str, Any] = {"cap": pointer(contiguous(cap, "cap", torch.int32))}
     if table is not None:
         table = contiguous(table, "table", torch.int32)
         fields |= {"table": pointer(table), "table_width": table.shape[1], "closed": ints(closed, "closed")}
@@ -321,6 +316,11 @@ def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
     launch("gather", device, view_of(view), workspace(device).work(view.stamp.shape[0], 1), args)
 
 
+def skip_copies(device: torch.device, skip: bool) -> None:
+    """Lets fetches on a device move nothing, captured ones too: wrong results, the times of a perfect link."""
+    workspace(device).skip.fill_(int(skip))
+
+
 def stage(view: LayerView, pages, target: torch.Tensor, blocks: int | None = None) -> None:
     """Copies whole host pages, int [M], into target [M, H, 2, P, D] on the device."""
     contiguous(target, "target", view.kv.dtype)
@@ -330,7 +330,7 @@ def stage(view: LayerView, pages, target: torch.Tensor, blocks: int | None = Non
     launch("stage", device, view_of(view), args)
 
 
-def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> abi.Append:
+def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> Any:
     k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
     return abi.Append(
         k=pointer(k),

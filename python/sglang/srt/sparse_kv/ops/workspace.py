@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sglang.srt.sparse_kv.ops import abi
 from sglang.srt.sparse_kv.ops.reference import CapacityError
@@ -21,19 +23,20 @@ class Workspace:
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device=device)
         self.cursor = torch.zeros(2, dtype=torch.int32, device=device)
         self.urgent = torch.zeros(1, dtype=torch.int32, device=device)
+        self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
-        self.plans: dict[tuple, object] = {}  # attention plans, by what they were planned for
+        self.plans: dict[Any, Any] = {}  # attention plans, by what they were planned for
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Scratch of at least `numel` elements, uninitialised. Raises RuntimeError when a capture would have to allocate."""
+        """Scratch of at least `numel` elements, uninitialised. Raises RuntimeError when a capture had to allocate."""
         found = self._buffers.get(name)
         if found is not None and found.numel() >= numel and found.dtype == dtype:
             return found
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             have = 0 if found is None else found.numel()
             raise RuntimeError(
-                f"scratch {name!r} has {have} elements and a CUDA graph capture needs {numel}; reserve it before capture"
+                f"scratch {name!r} has {have} elements and a CUDA graph capture needs {numel}; reserve it first"
             )
         if found is not None:
             self._retired.append(found)
@@ -46,7 +49,7 @@ class Workspace:
         lists = self.buffer("list", heads * entries, torch.int32)
         rows = self.buffer("rows", heads * entries * 4, torch.int32)
         width = min(lists.numel(), rows.numel() // 4) // heads
-        pointers = (t.data_ptr() for t in (self.error, self.cursor, self.urgent, lists, rows))
+        pointers = (t.data_ptr() for t in (self.error, self.cursor, self.urgent, lists, rows, self.skip))
         return abi.Work(*pointers, width)
 
     def reserve(self, requests: int, rows: int, heads: int, group: int, max_pages: int, width: int, chunk_pages: int):
@@ -66,11 +69,11 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        held = [*self._buffers.values(), *self._retired, self.error, self.cursor, self.urgent]
+        held = [*self._buffers.values(), *self._retired, self.error, self.cursor, self.urgent, self.skip]
         return sum(t.numel() * t.element_size() for t in held)
 
     def check(self) -> None:
-        """Raises CapacityError if a kernel reported one since the last call. Waits for the device: not for decode steps."""
+        """Raises CapacityError if a kernel reported one since the last call. Waits for the device."""
         code, head, needed, usable = self.error[:4].tolist()
         if code:
             self.error.zero_()

@@ -1,0 +1,72 @@
+"""One call of every kernel on small sizes, for compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python test/kernels/sanitize.py
+
+Without torch's caching allocator every tensor is an allocation of its own, so that a step beyond its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from layers import copied, make_layer, random_selection
+from sglang.srt.sparse_kv.geometry import SelectionShape
+from sglang.srt.sparse_kv.ops import cuda
+from sglang.srt.sparse_kv.ops.workspace import workspace
+
+
+def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, group: int) -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    shape = SelectionShape.from_tokens(page_size, 16 * page_size, page_size, 3 * page_size)
+    n, max_pages = 3, 90
+    pages = n * max_pages + 1
+    view = make_layer(0, gpu, heads, 88, pages, page_size, dim, dtype)
+    table = (torch.randperm(pages - 1) + 1).view(n, max_pages).to(torch.int32).to(gpu)
+    length = torch.tensor([max_pages * page_size - 2, 1, 40 * page_size - 1], device=gpu)
+    active = torch.tensor([True, False, True], device=gpu)
+    clock = torch.tensor([50], dtype=torch.int32, device=gpu)
+    cap = torch.tensor([5], dtype=torch.int32, device=gpu)
+    q = torch.randn((n, rows, heads, group, dim), device=gpu).to(dtype)
+    k, v = (torch.randn((n, rows, heads, dim), device=gpu).to(dtype) for _ in range(2))
+    page = table.gather(1, (length // page_size)[:, None])[:, 0]
+
+    cuda.append(view, k[:, 0], v[:, 0], page, length % page_size, active, clock)
+    lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows, device=gpu))
+    scores = cuda.score(q, view.landmarks, table, lo, hi, dim**-0.5)
+    dense = scores.dense()
+    chosen = cuda.select(scores, table, length, active, shape, shape.budget_pages)
+    cuda.select(dense, table, length, active, shape, shape.budget_pages)
+    cuda.select(dense.mul(0), table, length, active, shape, shape.budget_pages)
+    cuda.resolve(view, chosen.pages, None, clock, move=True)
+    ahead = cuda.plan_prefetch(view, chosen.predicted, None, clock, cap, table, length // page_size)
+    cuda.gather(view, ahead)
+    _, fetch = cuda.resolve(view, random_selection(1, n, heads, 20, pages).to(gpu), None, clock + 1)
+    cuda.gather(view, fetch, blocks=2)
+    copied(view, fetch)
+    cuda.invalidate(view, torch.tensor([3, -1, 3, 9], device=gpu))
+    part = cuda.install(view, torch.tensor([3, 9], device=gpu), torch.tensor([page_size, 1], device=gpu), clock)
+    cuda.gather(view, part)
+    loc = torch.arange(5 * page_size + 3, 8 * page_size, device=gpu)
+    chunk = torch.randn((loc.numel(), heads, dim), device=gpu).to(dtype)
+    cuda.store_chunk(view, chunk, chunk, loc)
+    cuda.stage(view, loc[:7] // page_size, torch.empty((7, *view.host.shape[1:]), dtype=dtype, device=gpu))
+    slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
+    cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)
+    cuda.physical_pages(
+        torch.zeros((4, 100), dtype=torch.int32, device=gpu), torch.tensor([1, 3], device=gpu), page_size, 9
+    )
+    cuda.lookup(table, chosen.predicted)
+    assert int(cuda.check(view)) == 0
+    cuda.clear(view)
+    assert int(cuda.check(view)) == 0
+    workspace(gpu).check()
+
+
+if __name__ == "__main__":
+    run(16, 128, torch.bfloat16, 2, 2, 4)
+    run(8, 64, torch.float16, 2, 3, 8)
+    run(32, 96, torch.bfloat16, 1, 1, 1)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+    sys.exit(0)
