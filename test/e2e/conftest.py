@@ -16,7 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         wanted = [*getattr(item, "fixturenames", ())]
-        wanted += ["sparse"] if "server_url" in wanted else []
         wanted += [value for value in _parameters(item).values() if isinstance(value, str)]
         return max((names.index(name) for name in wanted if name in names), default=-1)
 
@@ -59,10 +58,10 @@ def served(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Server]:
     yield from _tidy(fleet.server(request.param))
 
 
-@pytest.fixture(scope="session")
-def server_url(fleet: Fleet) -> str:
+@pytest.fixture
+def server_url(sparse: Server) -> str:
     """Address of the fast tier's server, for programs that are given one."""
-    return fleet.server("sparse").url
+    return sparse.url
 
 
 def _tidy(server: Server) -> Iterator[Server]:
