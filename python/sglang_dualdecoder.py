@@ -94,8 +94,10 @@ class _SGLangElsewhere:
             if finder is _SGLangElsewhere:
                 continue
             spec = finder.find_spec(name, path, target)
+            # What is found without an origin is a folder that nobody claims, ours.
             if spec is not None and spec.origin is not None:
-                if _OVERLAY not in spec.submodule_search_locations:
-                    spec.submodule_search_locations.append(_OVERLAY)
+                folders = spec.submodule_search_locations
+                if folders is not None and _OVERLAY not in folders:
+                    folders.append(_OVERLAY)
                 return spec
         return None

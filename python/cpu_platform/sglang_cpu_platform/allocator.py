@@ -10,6 +10,8 @@ from sglang.srt.utils import get_num_new_pages
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """Hands out the same slots as upstream's allocator, on any torch device."""
 
+    free_pages: torch.Tensor  # int64 [free], page numbers; the next to be handed out first
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

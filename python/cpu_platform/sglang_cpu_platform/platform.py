@@ -36,6 +36,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = MEM_FRACTION_STATIC
+        # SGLang gives seeds to the sampler in its deterministic mode only, which asks for a backend on its lists.
+        if server_args.enable_deterministic_inference:
+            _allow_deterministic(self.get_default_attention_backend())
         # There is one stream on a CPU: overlap would only add bookkeeping.
         server_args.disable_overlap_schedule = True
 
@@ -68,3 +71,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         import torch
 
         return torch.profiler.ProfilerActivity.CPU
+
+
+def _allow_deterministic(backend: str) -> None:
+    from sglang.srt import server_args
+
+    if backend not in server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        server_args.add_deterministic_attention_backend_choices([backend])
+        server_args.add_radix_supported_deterministic_attention_backend_choices([backend])

@@ -84,6 +84,10 @@ def multinomial_with_seed(logprobs: torch.Tensor, seed: torch.Tensor, positions:
     return torch.argmax(noise + logprobs.to(torch.float64), dim=1, keepdim=True)
 
 
+def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+    """Nothing: torch's own products serve. Seeds then repeat a draw where the logits repeat."""
+
+
 def allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
     """The grammar's bitmask, int32 [batch_size, ceil(vocab_size / 32)], all tokens allowed."""
     from xgrammar import bitmask_dtype, get_bitmask_shape
@@ -132,6 +136,11 @@ REPLACEMENTS = (
         "sglang.srt.layers.sampler.multinomial_with_seed",
         multinomial_with_seed,
         "hashes with a Triton kernel; requests with a sampling seed need it",
+    ),
+    Replacement(
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
+        enable_batch_invariant_mode,
+        "puts Triton matrix products in torch's place; deterministic inference, which seeds need, turns it on",
     ),
     Replacement(
         "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
