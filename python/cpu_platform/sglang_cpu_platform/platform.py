@@ -28,8 +28,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         if server_args.device != "cpu":
             raise ValueError(
-                f"--device is {server_args.device}, but the platform torch_cpu was chosen; "
-                "drop --device, or unset SGLANG_PLATFORM to let SGLang choose."
+                f"--device is {server_args.device}, but the platform torch_cpu serves the CPU alone; "
+                "hide the GPUs with an empty CUDA_VISIBLE_DEVICES, or unset SGLANG_PLATFORM."
             )
         # Upstream has filled in the backend of its AMX build by now; those kernels are not there.
         if server_args.attention_backend == "intel_amx":

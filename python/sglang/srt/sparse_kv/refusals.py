@@ -161,7 +161,7 @@ def check_device(device: str, platform_is_ours: bool) -> None:
     if device == "cpu" and not platform_is_ours:
         raise StartRefused(
             f"--sparse-kv {MODE} needs the platform torch_cpu to run on a CPU; "
-            "install sglang-cpu-platform, and set SGLANG_PLATFORM=torch_cpu on a machine that has a GPU."
+            "install sglang-cpu-platform, and hide the GPUs of this machine with an empty CUDA_VISIBLE_DEVICES."
         )
     if device not in ("cpu", "cuda"):
         raise StartRefused(
