@@ -3,8 +3,7 @@
     python test/kernels/run_all.py [--out DIR] [--site DIR] [--skip STAGE ...] [--budget SECONDS]
 
 Stages are independent; each has a time limit, and a table of them comes last. --site: a folder of Python packages that
-hold FlashInfer; only what is not installed is taken from it, and never sglang, because this repository's package is
-used on its own here.
+hold FlashInfer. An sglang there is left out, because this repository's package is used on its own here.
 """
 
 from __future__ import annotations
@@ -40,14 +39,16 @@ if dtype == torch.float16 and dim == 128:
 
 
 def overlay(site: Path) -> Path:
-    """A folder with links to the packages of `site` that this Python lacks, sglang excepted."""
+    """A folder with links to the packages of `site`, without sglang and what this Python must bring itself."""
     folder = Path(tempfile.mkdtemp(prefix="site-"))
-    installed = {Path(p) for entry in sys.path if entry for p in Path(entry).glob("*")} if sys.path else set()
-    names = {path.name for path in installed}
-    for path in site.iterdir():
-        if not path.name.startswith(("sglang", "torch", "triton", "numpy")) and path.name not in names:
+    for path in site.resolve().iterdir():
+        if not path.name.startswith(("sglang", "torch", "triton", "numpy")):
             (folder / path.name).symlink_to(path)
     return folder
+
+
+def without_sglang(search_path: str) -> list[str]:
+    return [entry for entry in search_path.split(os.pathsep) if entry and not (Path(entry) / "sglang").exists()]
 
 
 class Runner:
@@ -93,7 +94,7 @@ def main() -> int:
     if args.site:
         paths.append(str(overlay(args.site)))
     environment = {**os.environ, "SPARSE_KV_TEST_GPU_ONLY": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *without_sglang(os.environ.get("PYTHONPATH", ""))])
     runner = Runner(args.out, environment, args.budget)
     python = sys.executable
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--durations=8"]

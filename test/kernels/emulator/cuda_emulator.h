@@ -115,24 +115,26 @@ inline void run_block(unsigned threads) {
   for (auto& warp : state.warps) warp = Warp{};
   std::vector<int> order(threads);
   std::iota(order.begin(), order.end(), 0);
-  // In most passes some warps are held back, so that others run ahead of them as far as barriers allow.
+  // Some warps are held back until the others can go no further, so that those run as far ahead as barriers allow.
   std::vector<char> held(state.warps.size());
-  int idle = 0;
+  bool everyone = true, stuck = true;
   while (state.alive > 0) {
+    if (stuck || state.random() % 32 == 0) {
+      everyone = state.random() % 4 == 0;
+      for (auto& warp : held) warp = !everyone && state.random() % 2;
+    }
     long before = state.progress;
-    bool everyone = state.random() % 4 == 0;
-    for (auto& warp : held) warp = !everyone && state.random() % 2;
     std::shuffle(order.begin(), order.end(), state.random);
     for (int i : order) {
       if (state.fibers[i].done || held[i / 32]) continue;
       state.current = i;
       emulator_switch(&state.scheduler, state.fibers[i].stack_pointer);
     }
-    idle = state.progress == before ? idle + everyone : 0;
-    if (idle > 2) {
+    if (everyone && state.progress == before) {
       std::fprintf(stderr, "emulator: deadlock, %d of %u threads wait\n", state.alive, threads);
       std::abort();
     }
+    stuck = state.progress == before;
   }
 }
 
