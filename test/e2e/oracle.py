@@ -1,0 +1,66 @@
+"""What sparse decoding means, said once more on top of transformers: no pages, no cache, no host, no guide.
+
+Prefill attends to everything. A decode step attends, per layer and kv head, to the sinks, to the recent window with the
+open page, and to the budget's best of the closed pages between: those whose mean key has the largest share of a
+softmax over such means, for any query head of the group.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Oracle:
+    """Greedy sparse decoding with the model at `path`, in float32. budget, sinks and window in tokens."""
+
+    def __init__(self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64):
+        from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+        self.page, self.window = page, window
+        self.budget_pages, self.sink_pages = budget // page, -(-sinks // page)
+        AttentionInterface.register("sparse_oracle", self._attention)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.model.set_attn_implementation("sparse_oracle")
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    @torch.inference_mode()
+    def generate(self, prompt: str, tokens: int) -> list[int]:
+        """The greedy continuation of a prompt, `tokens` long or up to the end of the text."""
+        ids = torch.tensor([self.tokenizer.encode(prompt)])
+        step = self.model(ids, use_cache=True, logits_to_keep=1)
+        found: list[int] = []
+        while True:
+            found.append(int(step.logits[0, -1].argmax()))
+            if len(found) == tokens or found[-1] == self.model.generation_config.eos_token_id:
+                return found
+            step = self.model(torch.tensor([found[-1:]]), past_key_values=step.past_key_values, use_cache=True)
+
+    def _attention(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        """transformers' interface: query [1, Hq, T, D]; key, value [1, H, L, D]. Returns [1, T, Hq, D]."""
+        heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        tokens, length = query.shape[2], key.shape[2]
+        allowed = torch.ones(heads, tokens, length, dtype=torch.bool).tril(length - tokens)
+        if tokens == 1:
+            for head in range(heads):
+                own = query[0, head * group : (head + 1) * group, 0] * scaling
+                allowed[head, 0] = self._attended(own, key[0, head])
+        mask = allowed.repeat_interleave(group, 0)[None]
+        keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        return out.transpose(1, 2), None
+
+    def _attended(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which tokens one kv head attends to. query [G, D], scaled; keys [L, D], the own one last. bool [L]."""
+        length, page = keys.shape[0], self.page
+        first_recent = max(0, length - self.window) // page
+        chosen = set(range(min(self.sink_pages, first_recent))) | set(range(first_recent, -(-length // page)))
+        between = range(self.sink_pages, first_recent)
+        if len(between):
+            means = torch.stack([keys[number * page : (number + 1) * page].mean(0) for number in between])
+            shares = torch.log_softmax(query @ means.T, dim=-1).amax(0)
+            order = shares.argsort(descending=True, stable=True)[: self.budget_pages]
+            chosen |= {between[int(place)] for place in order}
+        attended = torch.zeros(len(keys), dtype=torch.bool)
+        for number in chosen:
+            attended[number * page : (number + 1) * page] = True
+        return attended
