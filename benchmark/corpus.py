@@ -74,3 +74,12 @@ class Corpus:
                 ids = ids + known
             prompts.append(ids[:length])
         return prompts
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory, without warnings about texts longer than the model's context."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 10**9
+    return tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.corpus import Corpus
+from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.models.inflate import DTYPES, RECORD, basis, rope_settings
 from benchmark.models.llama_ref import Checkpoint, Llama
 from benchmark.models.shapes import plan_layers
@@ -90,9 +90,7 @@ def compare(
         say(f"layer {index:3d}: relative error {layers[-1]:.2e}")
     assert stream is not None
     got = torch.cat(list(model.logits(stream)))
-    return Report(
-        Distance.between(expected, got), Distance.between(expected, baseline), layers, outside, largest
-    )
+    return Report(Distance.between(expected, got), Distance.between(expected, baseline), layers, outside, largest)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,12 +113,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[check] {time.monotonic() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     try:
-        from transformers import AutoTokenizer
-
         source, target = Checkpoint(args.source), Checkpoint(args.target)
         record = json.loads((args.target / RECORD).read_text())
         dtype = args.dtype or record["dtype"]
-        tokenizer = AutoTokenizer.from_pretrained(args.source)
+        tokenizer = load_tokenizer(args.source)
         corpus = Corpus(args.text)
         ids = torch.tensor(corpus.prompts(tokenizer, 1, args.tokens)[0])
         say(f"comparing on {len(ids)} tokens in {dtype} on {args.device}")
@@ -146,9 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         f"outside the source's subspace {report.outside:.2e}; largest value {report.largest_activation:.1f}"
     )
     if args.limit is not None and not report.target.largest <= args.limit:
-        print(
-            f"error: a logit differs by {report.target.largest:.2e}, more than {args.limit}.", file=sys.stderr
-        )
+        print(f"error: a logit differs by {report.target.largest:.2e}, more than {args.limit}.", file=sys.stderr)
         return 1
     return 0
 

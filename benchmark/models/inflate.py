@@ -187,9 +187,7 @@ def rope_settings(config: dict, head_dim: int, rope: str, context: int) -> dict:
     if rope not in ROPES:
         raise ValueError(f"--rope is {rope!r}; use one of {', '.join(ROPES)}.")
     if rope == "none" and context > limit:
-        raise ValueError(
-            f"--context {context} is more than the source's {limit}; add --rope, for example --rope yarn."
-        )
+        raise ValueError(f"--context {context} is more than the source's {limit}; add --rope, for example --rope yarn.")
     scaled: dict = {"rope_type": "default", "rope_theta": theta}
     stated = limit if rope in ("none", "linear") else context
     if rope == "linear":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.corpus import Corpus
+from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.models.inflate import ROPES, rope_settings
 from benchmark.models.llama_ref import Checkpoint, Llama
 
@@ -77,10 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[rope] {time.monotonic() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     try:
-        from transformers import AutoTokenizer
-
         checkpoint = Checkpoint(args.model)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = load_tokenizer(args.model)
         corpus = Corpus(args.text)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -121,9 +119,7 @@ def main(argv: list[str] | None = None) -> int:
                             "nll_unscaled": -_mean(base_logprob[inner]),
                         }
                     )
-    print(
-        f"scaling made for {args.context} tokens; unscaled beyond {limit} = a window of {limit // 2} to {limit}"
-    )
+    print(f"scaling made for {args.context} tokens; unscaled beyond {limit} = a window of {limit // 2} to {limit}")
     head = ("length", "rope", "positions", "top-1 agreement", "accuracy (unscaled)", "nll (unscaled)")
     print("{:>7s} {:>7s} {:>15s} {:>16s} {:>20s} {:>16s}".format(*head))
     for length, name, low, high in dict.fromkeys((r["length"], r["rope"], r["from"], r["to"]) for r in rows):

@@ -141,6 +141,4 @@ def check_target(source: Shape, target: Shape) -> None:
     plan_heads(source, target)
     if target.hidden % target.heads:
         # Not a need of the construction, but transformers refuses such a config.
-        raise ValueError(
-            f"hidden {target.hidden} is no multiple of {target.heads} query heads; choose a multiple."
-        )
+        raise ValueError(f"hidden {target.hidden} is no multiple of {target.heads} query heads; choose a multiple.")

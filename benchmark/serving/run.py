@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.corpus import Corpus
+from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.serving import options, policies, server
 from benchmark.serving.client import Trace, run_streams, session, stream, window_of
 from benchmark.serving.record import Record, difference
@@ -255,12 +255,6 @@ class Benchmark:
     def _cell_seconds(self) -> float:
         known = [cell["seconds"] for cell in self.record.data["cells"][-3:] if "seconds" in cell]
         return max([*(1.5 * seconds for seconds in known), 5.0]) if known else _CELL_SECONDS
-
-
-def load_tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 def link_rate() -> float | None:
