@@ -26,12 +26,14 @@ from benchmark.models.llama_ref import Checkpoint, Llama
 
 def predictions(model: Llama, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Top token after each position [tokens] and the log-probability of the next token [tokens - 1]."""
-    top, logprob = [], []
+    top: list[torch.Tensor] = []
+    logprob: list[torch.Tensor] = []
+    start = 0
     wanted = torch.cat([ids[1:], ids[:1]]).to(model.device)
     for logits in model.logits(model.last_stream(ids)):
-        start = sum(map(len, top))
         top.append(logits.argmax(-1))
         target = wanted[start : start + len(logits)]
+        start += len(logits)
         chosen = logits.gather(-1, target[:, None])[:, 0]
         logprob.append(chosen - logits.logsumexp(-1))
     return torch.cat(top).cpu(), torch.cat(logprob)[:-1].cpu()

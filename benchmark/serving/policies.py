@@ -27,7 +27,7 @@ def resolve(name: str) -> dict[str, Any]:
     """
     if name in TABLE:
         return TABLE[name]
-    settings = {}
+    settings: dict[str, Any] = {}
     for part in name.split(","):
         key, equals, value = part.partition("=")
         if not equals:

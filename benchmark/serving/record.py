@@ -134,8 +134,8 @@ def difference(before: Any, after: Any) -> Any:
         parts = {key: difference(before[key], after[key]) for key in after if key in before}
         return {key: value for key, value in parts.items() if value is not None}
     if isinstance(after, list) and isinstance(before, list) and len(after) == len(before):
-        parts = [difference(old, new) for old, new in zip(before, after, strict=True)]
-        return None if any(part is None for part in parts) else parts
+        entries = [difference(old, new) for old, new in zip(before, after, strict=True)]
+        return None if None in entries else entries
     if isinstance(after, bool) or not isinstance(after, (int, float)) or not isinstance(before, (int, float)):
         return None
     return after - before

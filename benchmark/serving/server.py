@@ -42,11 +42,12 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         self.command, self.log, self._note = command, folder / "server.log", folder / "server.json"
         self.keep = False
+        self._process: subprocess.Popen | None = None
         left = self._left_running()
         self.taken_over = left is not None and left["command"] == command
-        if self.taken_over:
+        if left is not None and self.taken_over:
             say(f"taking over the server with pid {left['pid']}")
-            self.url, self._pid, self._process = left["url"], left["pid"], None
+            self.url, self._pid = left["url"], left["pid"]
         else:
             if left is not None:
                 say(f"stopping the server with pid {left['pid']}, which was started otherwise")

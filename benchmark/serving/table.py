@@ -74,7 +74,7 @@ def _remarks(record: Record, cell: Cell) -> str:
     """What keeps a cell from counting."""
     remarks = [f"not exercised: {name}" for name in cell.get("not_exercised", [])]
     servers = record.data["runs"][cell["run"]]["servers"]
-    mine = next((s for s in servers if s["variant"] == cell["variant"]), {})
+    mine: dict[str, Any] = next((s for s in servers if s["variant"] == cell["variant"]), {})
     if mine.get("over_cap"):
         remarks.append(f"took {mine['peak_memory_gb']} GB, over the cap")
     plan = mine.get("plan") or {}
