@@ -165,8 +165,6 @@ def _distinct(
         tokens = torch.full_like(page, view.kv.shape[3])
     else:
         tokens = tokens.permute((1, 2, 0) if by_rank else (1, 0, 2))[place].long()
-    if page.numel() == 0:
-        return head, page, tokens
     key = head * view.slot_of.shape[1] + page
     unique, inverse = torch.unique(key, return_inverse=True)
     position = torch.arange(key.numel(), device=key.device)
@@ -179,36 +177,40 @@ def _distinct(
 def _enter(view: LayerView, head, page, tokens, step: torch.Tensor, ahead: bool, must: bool) -> Fetch:
     """Gives each unit (heads ascending) a victim: the oldest slots with stamp < step, ties to the lower slot."""
     heads, slots = view.stamp.shape
-    if head.numel():
-        wanted = torch.bincount(head, minlength=heads)  # [H]
-        usable = (view.stamp < step).sum(1)
-        if must and bool((wanted > usable).any()):
-            worst = int((wanted - usable).argmax())
-            raise CapacityError(
-                f"kv head {worst} needs {int(wanted[worst])} slots and {int(usable[worst])} of {slots} may be evicted; "
-                "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
-            )
-        start = torch.cumsum(wanted, 0) - wanted
-        rank = torch.arange(head.numel(), device=head.device) - start[head]
-        kept = rank < usable[head]
-        head, page, tokens, rank = head[kept], page[kept], tokens[kept], rank[kept]
-        slot = view.stamp.argsort(dim=1, stable=True)[head, rank]
-        old = view.page_of[head, slot].long()
-        evicted = old >= 0
-        view.slot_of[head[evicted], old[evicted]] = NONE  # cleared before the new unit is entered
-        view.counters[EVICTED] += evicted.sum()
-        view.counters[WASTED] += (view.ahead[head, slot] & evicted).sum()
-        view.slot_of[head, page] = slot.to(torch.int32)
-        view.page_of[head, slot] = page.to(torch.int32)
-        view.stamp[head, slot] = step
-        view.ahead[head, slot] = ahead
-        # A page that only begins has nothing to fetch and is no miss.
-        view.counters[PREFETCHED if ahead else MISSED] += (tokens > 0).sum()
-        view.counters[TOKENS_IN] += tokens.sum()
-    else:
-        slot = head
+    wanted = torch.bincount(head, minlength=heads)  # [H]
+    usable = (view.stamp < step).sum(1)
+    if must and bool((wanted > usable).any()):
+        worst = int((wanted - usable).argmax())
+        raise CapacityError(
+            f"kv head {worst} needs {int(wanted[worst])} slots and {int(usable[worst])} of {slots} may be evicted; "
+            "lower --max-running-requests or --sparse-kv-budget, or raise cache_memory"
+        )
+    start = torch.cumsum(wanted, 0) - wanted
+    rank = torch.arange(head.numel(), device=head.device) - start[head]
+    kept = rank < usable[head]
+    head, page, tokens, rank = head[kept], page[kept], tokens[kept], rank[kept]
+    slot = view.stamp.argsort(dim=1, stable=True)[head, rank]
+    old = view.page_of[head, slot].long()
+    evicted = old >= 0
+    view.slot_of[head[evicted], old[evicted]] = NONE  # cleared before the new unit is entered
+    view.counters[EVICTED] += evicted.sum()
+    view.counters[WASTED] += (view.ahead[head, slot] & evicted).sum()
+    view.slot_of[head, page] = slot.to(torch.int32)
+    view.page_of[head, slot] = page.to(torch.int32)
+    view.stamp[head, slot] = step
+    view.ahead[head, slot] = ahead
+    # A page that only begins has nothing to fetch and is no miss.
+    view.counters[PREFETCHED if ahead else MISSED] += (tokens > 0).sum()
+    view.counters[TOKENS_IN] += tokens.sum()
     units = torch.stack([page, head, slot, tokens], 1).to(torch.int32)
     return Fetch(units, torch.tensor([units.shape[0]], dtype=torch.int32, device=units.device))
+
+
+def _enter_missing(view: LayerView, missing, pages, tokens, step: torch.Tensor, ahead: bool) -> Fetch:
+    """Enters the units marked in `missing`: predicted ones (ahead) as far as slots reach, selected ones all."""
+    if not bool(missing.any()):
+        return Fetch(pages.new_zeros((0, 4)), pages.new_zeros(1))
+    return _enter(view, *_distinct(view, missing, pages, tokens, by_rank=ahead), step, ahead, must=not ahead)
 
 
 def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, count: bool = True):
@@ -230,9 +232,8 @@ def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, s
     if count:
         view.counters[SELECTED] += valid.sum()
         view.counters[HIT] += slot.numel()
-    missing = valid & (slots < 0)
-    fetch = _enter(view, *_distinct(view, missing, pages, tokens, by_rank=False), step=step, ahead=False, must=True)
-    return _slots_of(view, pages), fetch
+    fetch = _enter_missing(view, valid & (slots < 0), pages, tokens, step, ahead=False)
+    return _slots_of(view, pages) if fetch.units.shape[0] else slots, fetch
 
 
 def plan_prefetch(
@@ -257,7 +258,7 @@ def plan_prefetch(
     view.stamp[head, slot] = view.stamp[head, slot].clamp(min=step)
     missing = (pages >= 0) & (slots < 0)
     missing &= missing.cumsum(-1) <= cap
-    return _enter(view, *_distinct(view, missing, pages, tokens, by_rank=True), step=step, ahead=True, must=False)
+    return _enter_missing(view, missing, pages, tokens, step, ahead=True)
 
 
 def invalidate(view: LayerView, pages: torch.Tensor) -> None:
@@ -311,11 +312,10 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
     row = active.nonzero()[:, 0]
     head = torch.arange(heads, device=k.device)[None, :]
     slot, off, pg = slots[row].long(), offset[row].long()[:, None], page[row].long()[:, None]
-    view.kv[head, slot, 0, off] = k[row]
-    view.kv[head, slot, 1, off] = v[row]
+    both = torch.stack([k[row], v[row]], 2)  # [M, H, 2, D]
+    view.kv[head, slot, :, off] = both
     if through:
-        view.host[pg, head, 0, off] = k[row].to(view.host.device)
-        view.host[pg, head, 1, off] = v[row].to(view.host.device)
+        view.host[pg, head, :, off] = both.to(view.host.device)
     closing = off[:, 0] == page_size - 1
     if bool(closing.any()):
         keys = view.kv[head, slot[closing], 0]  # [M, H, P, D]
