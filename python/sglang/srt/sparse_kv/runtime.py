@@ -20,6 +20,8 @@ from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, StreamTransfer, Transfe
 FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positive stamp
 LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
 POISON = 3.0e4
+# A switch of these alone keeps the page cache: to fill it again takes hundreds of steps.
+KEEPS_CACHE = {"prefetch", "prefetch_cap", "guide"}
 # Policy that decides what is launched, so that captured graphs fix it.
 CAPTURED = ("budget", "residency", "shuffle_predictions", "skip_write_through", "skip_invalidation", "check", "poison")
 
@@ -47,6 +49,8 @@ class SparseKVRuntime:
             geometry, host, self.landmarks, plan.slots, config.residency, config.ring, both_modes=config.debug
         )
         self.device = device
+        if device.type == "cuda":
+            self._reserve_scratch()
         self.transfer = self._transfer("plain", config.seed)
         self.schedule = Schedule(self)
         # Row 0 is SGLang's padding row. Logical pages, best rank first.
@@ -68,6 +72,21 @@ class SparseKVRuntime:
         self._poisoned = torch.zeros(geometry.num_pages, dtype=torch.bool)
 
     # ------------------------------------------------------------ requests and guides
+
+    def _reserve_scratch(self) -> None:
+        """Scratch for the largest batch and chunk, before a graph is captured."""
+        from sglang.srt.sparse_kv.ops.workspace import workspace
+
+        geometry = self.geometry
+        workspace(self.device).reserve(
+            requests=geometry.max_requests,
+            rows=self.rows,
+            heads=geometry.kv_heads,
+            group=geometry.group,
+            max_pages=geometry.max_pages,
+            width=self.shape.width,
+            chunk_pages=self.plan.staging_tokens // geometry.page_size + geometry.max_requests,
+        )
 
     def tick(self) -> None:
         """Starts a step: what was selected until now may leave the cache."""
@@ -120,7 +139,9 @@ class SparseKVRuntime:
         if new.residency != self.policy.residency:
             self.cache.set_residency(new.residency)
         self.transfer = self._transfer(new.transfer, new.seed)
-        self.cache.limit_slots(new.cache_slots)
+        changed = {name for name in vars(new) if getattr(new, name) != getattr(self.policy, name)}
+        if not changed <= KEEPS_CACHE:
+            self.cache.limit_slots(new.cache_slots)
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
         self._set_caps()
@@ -130,7 +151,9 @@ class SparseKVRuntime:
             return CPU_TRANSFERS[name](seed)
         if name not in ("plain", "oracle"):
             raise ValueError(f"sparse_kv policy transfer {name} exists on the CPU engine only; use plain or oracle")
-        self.ops.skip_copies(self.device, name == "oracle")
+        from sglang.srt.sparse_kv.ops.cuda import skip_copies
+
+        skip_copies(self.device, name == "oracle")
         return StreamTransfer(self.device)
 
     def reset_counters(self) -> None:

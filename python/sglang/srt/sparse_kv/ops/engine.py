@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -42,4 +43,7 @@ def engine_for(device: torch.device) -> SimpleNamespace:
     missing = [name for name in OPERATIONS if name not in found]
     if missing:
         raise ImportError(f"the {device.type} engine lacks the operations {', '.join(missing)}")
+    if device.type == "cuda":
+        # One launch finds the misses and brings them.
+        found["resolve"] = functools.partial(found["resolve"], move=True)
     return SimpleNamespace(name=device.type, **found)
