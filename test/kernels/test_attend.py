@@ -17,6 +17,7 @@ def paged_attention(plan, q, units):
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     for i in range(q.shape[0]):
         pages = plan.indices[plan.indptr[i] : plan.indptr[i + 1]].long()
+        assert pages.numel(), "padded rows must show a page"
         length = (pages.numel() - 1) * plan.page_size + int(plan.last_page[i])
         keys, values = units[pages].transpose(0, 1).reshape(2, -1, q.shape[2])[:, :length].float()
         logits = q[i].float() @ keys.T * plan.scale

@@ -123,10 +123,10 @@ def distributions(random, count):
 
 @pytest.mark.parametrize("global_keys", [False, True])
 @pytest.mark.parametrize(
-    ("length", "budget"), [(2100, 256), (4999, 1024), (200, 512), (17, 64), (96, 16), (100003, 4096)]
+    ("length", "budget"), [(2100, 256), (4999, 1024), (200, 512), (17, 64), (96, 16), (40003, 1024), (100003, 4096)]
 )
 def test_select_is_exact(engine, length, budget, global_keys, monkeypatch):
-    if engine.small and length > 10000:
+    if engine.small and length > 50000:
         pytest.skip("too large to emulate")
     if global_keys:
         monkeypatch.setattr(cuda, "keys_in_global_memory", lambda device, width: True)
