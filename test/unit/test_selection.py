@@ -139,7 +139,6 @@ def test_scores_against_a_loop(group):
     for i in range(n):
         seen = table[i, int(lo[i].min()) : int(hi[i].max())].long()
         landmarks[seen] = torch.randn(len(seen), heads, dim, generator=rand)
-    landmarks[0] = 0.0 if bool(landmarks[0].isnan().any()) else landmarks[0]  # page 0 is a dummy, but memory
     found = reference.score(q, landmarks, table, lo, hi, scale)
     assert found.shape == (n, 2, heads, pages) and found.dtype == torch.float32
     for i, row, h in itertools.product(range(n), range(2), range(heads)):
@@ -152,6 +151,23 @@ def test_scores_against_a_loop(group):
                 assert found[i, row, h, p].item() == pytest.approx(best, abs=1e-4)
             else:
                 assert found[i, row, h, p] == float("-inf")
+
+
+@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 8), (3, 3, 64), (1, 7, 128)])
+def test_neighbours_change_no_bit_of_a_score(heads, group, dim):
+    """A sum over a wider table rounds differently; where two pages are close, another one would be chosen."""
+    rand = torch.Generator().manual_seed(dim)
+    landmarks = torch.randn(1000, heads, dim, generator=rand)
+    table = torch.randint(1, 1000, (3, 600), dtype=torch.int32, generator=rand)
+    q = torch.randn(3, 2, heads, group, dim, generator=rand)
+    for own in (1, 2, 17, 40, 128, 300):
+        alone = None
+        for other in (0, 1, own, own + 37, 600):
+            hi = torch.tensor([[own, own], [other, other], [0, other]])
+            scores = reference.score(q, landmarks, table, torch.zeros_like(hi), hi, 0.3)[0]
+            alone = scores if alone is None else alone
+            assert torch.equal(scores, alone), f"{own} pages beside {other}"
+        assert torch.equal(reference.score(q[:1], landmarks, table[:1], hi[:1] * 0, hi[:1], 0.3)[0], alone)
 
 
 def test_far_pages_stay_apart():

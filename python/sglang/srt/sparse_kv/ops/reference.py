@@ -70,25 +70,22 @@ def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi,
 
     q [N, R, H, G, D]; landmarks [NP, H, D]; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
     Returns float32 [N, R, H, MP], -inf outside the bounds. The logarithm keeps far pages apart where a float32 softmax
-    would make them equal zeros.
+    would make them equal zeros. One request at a time: sums of another length round differently, and so might decide
+    another way, so a request's scores must not depend on how long its neighbours are.
     """
     n, rows, heads, group, dim = q.shape
-    width = table.shape[1]
-    span = min(width, int(hi.max())) if n else 0
-    out = q.new_full((n, rows, heads, width), float("-inf"), dtype=torch.float32)
-    if span == 0:
-        return out
-    index = torch.arange(span, device=q.device)
-    inside = (index >= lo[..., None]) & (index < hi[..., None])  # [N, R, span]
-    used = inside.any(1)  # [N, span]
-    keys = landmarks[torch.where(used, table[:, :span], 0).long()].float()  # [N, span, H, D]
-    queries = q.float().permute(0, 2, 1, 3, 4).reshape(n, heads, rows * group, dim)
-    logits = torch.matmul(queries, keys.permute(0, 2, 3, 1)) * scale  # [N, H, R*G, span]
-    logits = logits.view(n, heads, rows, group, span).permute(0, 2, 1, 3, 4)  # [N, R, H, G, span]
-    logits = logits.masked_fill(~inside[:, :, None, None, :], float("-inf"))
-    norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    best = (logits - torch.where(norm.isinf(), 0.0, norm)).amax(dim=3)
-    out[..., :span] = best
+    out = q.new_full((n, rows, heads, table.shape[1]), float("-inf"), dtype=torch.float32)
+    for i, span in enumerate(hi.amax(1).tolist()):
+        if span == 0:
+            continue
+        keys = landmarks[table[i, :span].long()].float()  # [span, H, D]
+        queries = q[i].float().transpose(0, 1).reshape(heads, rows * group, dim)
+        logits = torch.bmm(queries, keys.permute(1, 2, 0)).view(heads, rows, group, span) * scale
+        index = torch.arange(span, device=q.device)
+        inside = (index >= lo[i, :, None]) & (index < hi[i, :, None])  # [R, span]
+        logits = logits.masked_fill(~inside[:, None, :], float("-inf"))
+        norm = torch.logsumexp(logits, dim=-1, keepdim=True)
+        out[i, :, :, :span] = (logits - torch.where(norm.isinf(), 0.0, norm)).amax(dim=2).transpose(0, 1)
     return out
 
 
