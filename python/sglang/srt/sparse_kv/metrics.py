@@ -36,7 +36,7 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
         "total": total,
         "layers": layers,
         "cache_occupancy": runtime.cache.occupancy(),
-        "policy": {k: v for k, v in dataclasses.asdict(runtime.policy).items() if k != "forced_guides"},
+        "policy": dataclasses.asdict(runtime.policy),
         "plan": runtime.plan.as_dict(),
     }
 

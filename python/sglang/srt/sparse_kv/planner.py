@@ -12,7 +12,6 @@ from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 from sglang.srt.sparse_kv.page_cache import resident_layers
 
-GIB = 1 << 30
 CPU_HOST_BYTES = 2 * 10**9
 CPU_CACHE_BYTES = 1 << 30
 DEFAULT_MAX_RUNNING_CPU = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.sparse_kv.config import SparseKVConfig
@@ -16,7 +16,8 @@ NAMED = {"guide": GUIDES, "transfer": TRANSFERS}
 
 @dataclass
 class Policy:
-    """Run-time policy. Everything below `budget` changes no token; everything below `shuffle_predictions` is sabotage.
+    """Run-time policy. Nothing below `budget` changes a token but the transfer "oracle" and what is for sabotage: the
+    names from `shuffle_predictions` on.
 
     budget: tokens, at most the started one, counted in whole pages. residency: as in the configuration. cache_slots:
     usable slots per layer and kv head, 0 for all that were allocated.
@@ -35,7 +36,6 @@ class Policy:
     shuffle_predictions: bool = False
     skip_write_through: bool = False
     skip_invalidation: bool = False
-    forced_guides: list[int] = field(default_factory=list)
 
     @classmethod
     def from_config(cls, config: SparseKVConfig) -> Policy:
