@@ -81,6 +81,7 @@ class SparseKVAttnBackend(AttentionBackend):
         k = k.view(tokens, geometry.kv_heads, geometry.head_dim)
         v = v.view(tokens, geometry.kv_heads, geometry.head_dim)
         if forward_batch.forward_mode.is_target_verify():
+            assert self.step is not None, "init_forward_metadata comes before the layers"
             out = decode_layer(self.runtime, self.step, layer.layer_id, q, k, v, layer.scaling)
         else:
             q = q.view(tokens, geometry.kv_heads * geometry.group, geometry.head_dim)

@@ -8,6 +8,7 @@ contiguous.
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -45,7 +46,7 @@ class HostPool(KVCache):
     def get_kv_cache_quant_method(self) -> None:
         return None
 
-    def _refuse(self, what: str):
+    def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{what} was asked of the sparse KV host pool, which only the attention backend dualdecoder may touch"
         )
