@@ -39,7 +39,7 @@ def run_scheduler_process(inner, refused, server_args, *args, **kwargs) -> None:
 
     Args:
         inner: what SGLang would run: its ``run_scheduler_process``.
-        refused: queue for the reason, one sentence, when this process refuses to start.
+        refused: writing end of a pipe for the reason, one sentence, when this process refuses to start.
         server_args: SGLang's arguments; the rest are ``inner``'s own.
     """
     try:
@@ -57,7 +57,7 @@ def run_scheduler_process(inner, refused, server_args, *args, **kwargs) -> None:
     except SystemExit as stop:
         if not isinstance(stop.code, str):
             raise
-        refused.put(stop.code)
+        refused.send(stop.code)
         raise SystemExit(1) from None
 
 

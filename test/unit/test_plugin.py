@@ -207,8 +207,9 @@ def queue():
 
 def test_a_scheduler_child_has_every_hook_and_can_refuse(model, queue):
     args = ServerArgs(model_path=model, sparse_kv="dualdecoder", sparse_kv_budget=256)
-    refused, answers = queue(), queue()
-    run = functools.partial(sglang_dualdecoder.run_scheduler_process, spawned.report_and_refuse, refused)
+    answers = queue()
+    refused, writer = multiprocessing.Pipe(duplex=False)
+    run = functools.partial(sglang_dualdecoder.run_scheduler_process, spawned.report_and_refuse, writer)
     assert run_child(run, args, answers) == 1
     answer = answers.get()
     wanted = {hook.target for hook in plugin.HOOKS if hook.group in (plugin.ARGUMENTS, plugin.SCHEDULER)}
@@ -225,10 +226,11 @@ def died():
     raise RuntimeError("the scheduler died")
 
 
-def test_other_deaths_of_a_scheduler_stay_what_they_are(queue):
+def test_other_deaths_of_a_scheduler_stay_what_they_are():
+    nothing, _ = multiprocessing.Pipe(duplex=False)
     with pytest.raises(RuntimeError, match=r"^the scheduler died$"):
-        launch._wait_for_ready(died, queue())
-    launch._wait_for_ready(lambda: None, queue())
+        launch._wait_for_ready(died, nothing)
+    launch._wait_for_ready(lambda: None, nothing)
 
 
 def test_loading_changes_only_the_arguments(queue):

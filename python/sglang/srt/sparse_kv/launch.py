@@ -29,8 +29,9 @@ def launch_schedulers(
     if config_of(server_args) is None:
         return original(cls, server_args, port_args, run_scheduler_process_func)
     plugin.start(plugin.LAUNCHER)
-    refused = multiprocessing.get_context("spawn").SimpleQueue()
-    run = functools.partial(sglang_dualdecoder.run_scheduler_process, run_scheduler_process_func, refused)
+    # Not a queue: it would hold semaphores, and SGLang kills the process that Python cleans those up with.
+    refused, writer = multiprocessing.Pipe(duplex=False)
+    run = functools.partial(sglang_dualdecoder.run_scheduler_process, run_scheduler_process_func, writer)
     result, processes = original(cls, server_args, port_args, run)
     result.wait_for_ready = functools.partial(_wait_for_ready, result.wait_for_ready, refused)
     return result, processes
@@ -41,9 +42,9 @@ def _wait_for_ready(original: Callable, refused: Any) -> None:
         original()
     except RuntimeError:
         # SGLang knows only that the process ended.
-        if refused.empty():
+        if not refused.poll():
             raise
-        sentence = refused.get()
+        sentence = refused.recv()
     else:
         return
     refusals.refuse(sentence)
