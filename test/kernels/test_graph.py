@@ -57,6 +57,10 @@ class LayerStep:
         return open_slots, chosen, slots, ahead
 
     def set_inputs(self, seed: int):
+        # Lengths jump from call to call, where real ones grow: of an open page left behind, the cache holds only the
+        # tokens up to the one written.
+        left = self.table.gather(1, (self.length // PAGE)[:, None])[:, 0]
+        cuda.invalidate(self.view, left)
         random = torch.Generator().manual_seed(seed)
         limit = self.table.shape[1] * PAGE - 2
         length = torch.randint(1, limit, (self.n,), generator=random)
