@@ -10,6 +10,7 @@ so that neither launch gaps of the host nor a warm second-level cache flatter it
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
@@ -260,9 +261,9 @@ def bench_priority() -> None:
             for _ in range(12):
                 torch.cuda.synchronize()
                 with torch.cuda.stream(side):
-                    cuda.gather(view, many_ahead, blocks=2)
-                time.sleep(0.0002)
+                    cuda.gather(view, many_ahead, blocks=4)
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                launching.launch("sleep", DEVICE, ctypes.c_int64(200_000))  # until the host has launched the rest
                 begin.record()
                 cuda.gather(view, few, blocks=blocks)
                 end.record()
