@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
 from sglang.srt.sparse_kv.ops import cuda, reference
-from sglang.srt.sparse_kv.ops.reference import NONE, RESERVED, CapacityError
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE, RESERVED, CapacityError
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 STEP = 40
@@ -66,6 +66,72 @@ def test_resolve(engine, case, move):
         copied(view, fetch)
         assert int(cuda.check(view)) == 0
         assert int(workspace(engine.device).urgent) == 0
+
+
+@pytest.mark.parametrize("step", [300, 511, 513, 700, 5000, 10**6, 2**31 - 100])
+def test_victims_of_any_age(engine, step):
+    """The oldest slots leave, however far apart their ages lie."""
+    for seed, resident in enumerate((0.97, 1.0, 1.0)):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, 2, 300, 600, 8, 16, resident=resident, step=step)
+        if seed == 2:  # ages in clusters: many equal ones, a few far away
+            view.stamp[:] = torch.where(view.stamp % 3 == 0, view.stamp, view.stamp % 7)
+        expected, before = copy_of(view), copy_of(view)
+        chosen = random_selection(seed, 4, 2, 60, 600)
+        reference.resolve(expected, chosen, None, step_on("cpu", step))
+        cuda.resolve(view, chosen.to(engine.device), None, step_on(engine.device, step), move=bool(seed % 2))
+        workspace(engine.device).check()
+        same_tables(view, expected, before)
+
+
+def test_more_candidates_than_shared_memory_holds(engine):
+    for seed, room in ((0, 3000), (1, 500)):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, 1, 3000, 4000, 8, 16, resident=0.1)
+        if room < 3000:
+            view.stamp[:, room:] = torch.where(view.page_of[:, room:] >= 0, STEP, RESERVED)
+        chosen = (torch.randperm(3000, generator=torch.Generator().manual_seed(seed)) + 1).to(torch.int32)
+        chosen = torch.cat([chosen, chosen[:200]]).view(4, 1, 800)
+        expected, before = copy_of(view), copy_of(view)
+        if room == 3000:
+            reference.resolve(expected, chosen[:3], None, step_on("cpu"))
+            got, _ = cuda.resolve(view, chosen[:3].to(engine.device), None, step_on(engine.device))
+            assert torch.equal(got.cpu()[:, 0], view.slot_of.cpu()[0][chosen[:3, 0].long()])
+        else:
+            reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap_on("cpu", 700))
+            limit = cap_on(engine.device, 700)
+            cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device), limit)
+        same_tables(view, expected, before)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_imposed_misses(engine, rate):
+    """A share of the hits is brought again into the slots they have: same tables, other counters, other bytes moved."""
+    n, heads, width = 4, 2, 40
+    view = make_layer(0, engine.device, heads, 300, 200, 8, 16, resident=0.6)
+    view.kv += 1  # what is brought again agrees with the host, what is not does not
+    expected, before = copy_of(view), copy_of(view)
+    chosen = random_selection(1, n, heads, width, 200, inactive=1)
+    try:
+        cuda.set_miss_rate(engine.device, rate)
+        reference.resolve(expected, chosen, None, step_on("cpu"))
+        slots, _ = cuda.resolve(view, chosen.to(engine.device), None, step_on(engine.device), move=True)
+    finally:
+        cuda.set_miss_rate(engine.device, 0)
+    ours, missed = copy_of(view), COUNTERS.index("missed")
+    hits = int(expected.counters[COUNTERS.index("hit")])
+    again = int(ours.counters[missed] - expected.counters[missed])
+    assert again == rate * hits if rate in (0, 1) else 0.15 * hits < again < 0.45 * hits
+    assert int(ours.counters[COUNTERS.index("hit")]) == hits - again
+    view.counters.copy_(expected.counters)
+    same_tables(view, expected, before)
+    used = chosen >= 0
+    head = torch.arange(heads)[None, :, None].expand_as(chosen)[used]
+    units = ours.kv[head, slots.cpu()[used].long()]
+    same = (units == ours.host[chosen[used].long(), head]).flatten(1).all(1)
+    always = int(used.sum()) - hits  # missing anyway
+    assert int(same.sum()) == always + rate * hits if rate in (0, 1) else always < int(same.sum()) < same.numel()
+    assert int(workspace(engine.device).urgent) == 0
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))

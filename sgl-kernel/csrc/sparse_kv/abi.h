@@ -39,9 +39,10 @@ struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
   int32_t* cursor;  // [2] zero between calls: units handed out, blocks finished
   int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
-  int32_t* list;    // [heads][list_width] entries that won their unit
-  int32_t* rows;    // [heads][list_width][4] units that append fetches
+  int32_t* list;    // [heads][list_width] entries that won their unit, where shared memory is too small
+  int32_t* rows;    // [heads][list_width][4] units that append fetches, or that resolve brings again
   const int32_t* skip;  // [1] nonzero: copy no unit (the measurement of what transfers cost)
+  const int32_t* miss_rate;  // [1] for measurements: resolve with `move` brings this share of hits again, in millionths
   int64_t list_width;
 };
 

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     append_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
                   const __grid_constant__ SkvAppend args) {
   __shared__ TableScratch scratch;
+  begin_tally(scratch);
   wait_for_previous_kernel();
   int head = blockIdx.x, step = *args.step;
   SkvResolve request{};
@@ -51,17 +52,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Entries entries{&request, view.heads, head, static_cast<int>(args.n), false, false};
   auto* units = reinterpret_cast<int4*>(work.rows);
 
-  begin_tally(scratch);
   if (claim_selection(view, entries, step, false, true, args.slots, scratch)) {
     int* list = work.list + head * work.list_width;
-    int winners = number_winners(view, entries, list, scratch);
-    hand_out(view, entries, work, winners, step, kResolve, true, list, units, nullptr,
-             static_cast<int>(head * work.list_width), scratch);
-    const int* slot_of = slot_row(view, head);
-    for (int e = threadIdx.x; e < entries.count; e += blockDim.x) {
-      int page = entries.page(e, view);
-      if (page >= 0) args.slots[entries.result(e)] = __ldcg(slot_of + page);
-    }
+    hand_out(view, entries, work, step, kResolve, true, list, units, nullptr, static_cast<int>(head * work.list_width),
+             scratch);
+    write_slots(view, entries, args.slots, scratch);
     // The committed tokens of a page that comes back: few units, few bytes, and the write below must come after them.
     move_plain(view, UnitRows{units, scratch.first, 1, *work.skip ? 0 : scratch.kept}, nullptr);
     __syncthreads();

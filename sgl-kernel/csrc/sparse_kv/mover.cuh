@@ -1,14 +1,17 @@
 // Moves units from host memory into slots. With the bulk copy engine one warp keeps a ring of stages in flight, host to
-// shared memory to slot, and two blocks fill a PCIe 5 link; without it, whole blocks load and store.
+// shared memory to slot, and three blocks fill a PCIe 5 link; without it, whole blocks load and store.
 #pragma once
 #include "ptx.cuh"
 
 namespace skv {
 
-constexpr int kMoverStages = 24;        // at most; 24 units of 8 KB are 192 KB in flight
+constexpr int kMoverStages = 24;        // at most
 constexpr int kStoresInFlight = 2;      // stores that may still read their stage when the next load is issued
-constexpr int kMoverShared = 200 * 1024;
-constexpr int kMoverReserve = 8 * 1024;   // shared memory of a block beside the stages
+// Bytes of stages. Four blocks then keep 200 KB in flight, twice what the link's latency asks for; every further byte
+// would only lengthen the queue before a miss.
+constexpr int kMoverShared = 64 * 1024;
+constexpr int kFewestStages = 4;          // of large units
+constexpr int kMoverReserve = 44 * 1024;  // shared memory of a block beside the stages
 constexpr int kRingBlocks = 4;          // of 32 descriptors: two in use, one arriving, one free
 
 // Rows of (page, head, slot, tokens): item i of this mover is row first + i * stride.
@@ -18,6 +21,14 @@ struct UnitRows {
   int stride;
   int count;
   __device__ __forceinline__ int4 load(int i) const { return __ldcg(rows + first + static_cast<int64_t>(i) * stride); }
+};
+
+// A mover's own rows, then others.
+struct JoinedRows {
+  UnitRows own;
+  const int4* more;
+  int count;  // of both
+  __device__ __forceinline__ int4 load(int i) const { return i < own.count ? own.load(i) : __ldcg(more + i - own.count); }
 };
 
 struct Unit {
@@ -130,7 +141,9 @@ __device__ __forceinline__ void move_plain(const SkvView& view, const Rows& rows
 inline int mover_stages(const SkvView& view, int device) {
   int bytes = static_cast<int>(2 * view.page_size * view.head_dim) * (view.dtype == SKV_FP32 ? 4 : 2);
   int room = shared_limit(device) - kMoverReserve;
-  int fit = (room < kMoverShared ? room : kMoverShared) / bytes;
+  int wanted = kMoverShared / bytes;
+  if (wanted < kFewestStages) wanted = kFewestStages;
+  int fit = room / bytes < wanted ? room / bytes : wanted;
   return fit < kMoverStages ? fit : kMoverStages;
 }
 

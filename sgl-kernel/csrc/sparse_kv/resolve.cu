@@ -4,6 +4,35 @@
 
 namespace skv {
 
+// For measurements: lists a share of the hits, drawn anew in each step, to be brought again into the slots they have.
+__device__ __forceinline__ void force_misses(const SkvView& view, const Entries& entries, int step, int rate, bool tally,
+                                             int4* rows, TableScratch& scratch) {
+  const int* slot_of = slot_row(view, entries.head);
+  int missed = 0, tokens_in = 0;
+  for (int first = warp_id() * 32; first < entries.count; first += blockDim.x) {
+    int e = first + lane_id();
+    int page = e < entries.count ? entries.page(e, view) : kNone;
+    int slot = page >= 0 ? __ldcg(slot_of + page) : kNone;
+    uint32_t hash = page * 0x9e3779b1u ^ (entries.head + 1) * 0x85ebca77u ^ step * 0xc2b2ae3du;
+    hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
+    hash = (hash ^ hash >> 12) * 0x297a2d39u;
+    bool forced = slot >= 0 && (hash ^ hash >> 15) % 1000000u < static_cast<uint32_t>(rate);
+    unsigned votes = __ballot_sync(kAll, forced);
+    int start = lane_id() == 0 && votes ? atomicAdd(&scratch.forced, __popc(votes)) : 0;
+    start = __shfl_sync(kAll, start, 0);
+    if (!forced) continue;
+    int tokens = entries.tokens(e, view);
+    rows[start + __popc(votes & lanes_below())] = make_int4(page, entries.head, slot, tokens);
+    ++missed;
+    tokens_in += tokens;
+  }
+  __syncwarp();
+  count(scratch, kMissed, missed);
+  count(scratch, kTokensIn, tokens_in);
+  if (tally) count(scratch, kHit, -missed);
+  __syncthreads();
+}
+
 template <bool kBulk>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     resolve_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
@@ -11,6 +40,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   SKV_DYNAMIC_SHARED(stages);
   __shared__ TableScratch scratch;
   __shared__ MoverScratch mover;
+  begin_tally(scratch);
   wait_for_previous_kernel();
   int head = blockIdx.x;
   auto mode = static_cast<Mode>(request.mode);
@@ -19,24 +49,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                   mode == kInstall};
   int* list = work.list + head * work.list_width;
   auto* units = reinterpret_cast<int4*>(request.units);
+  auto* again = reinterpret_cast<int4*>(work.rows) + head * work.list_width;
+  bool move = request.move && !*work.skip;
 
-  if (mode == kPrefetch && *request.cap < 0) entries.count = 0;
-  begin_tally(scratch);
-  bool missing = mode == kPrefetch ? claim_predicted(view, entries, step, *request.cap)
-                                   : claim_selection(view, entries, step, mode == kResolve && request.tally,
-                                                     mode == kResolve, request.slots, scratch);
-  int kept = 0;
+  if (move && *work.miss_rate > 0)
+    force_misses(view, entries, step, *work.miss_rate, request.tally, again, scratch);
+  bool missing;
+  if (mode == kPrefetch) {
+    int cap = *request.cap;
+    if (cap < 0) entries.count = 0;
+    missing = claim_predicted(view, entries, step, cap, scratch);
+  } else {
+    missing = claim_selection(view, entries, step, mode == kResolve && request.tally, mode == kResolve, request.slots,
+                              scratch);
+  }
+  int forced = move ? scratch.forced : 0;
+  move = move && (missing || forced > 0);
+  if (move && threadIdx.x == 0) atomicAdd(work.urgent, 1);  // now: prefetches leave the link while victims are chosen
   if (missing) {
-    int winners = number_winners(view, entries, list, scratch);
-    hand_out(view, entries, work, winners, step, mode, mode == kResolve, list, units, work.cursor, 0, scratch);
-    kept = scratch.kept;
-    if (request.slots) {
-      const int* slot_of = slot_row(view, head);
-      for (int e = threadIdx.x; e < entries.count; e += blockDim.x) {
-        int page = entries.page(e, view);
-        if (page >= 0) request.slots[entries.result(e)] = __ldcg(slot_of + page);
-      }
-    }
+    hand_out(view, entries, work, step, mode, mode == kResolve, list, units, work.cursor, 0, scratch);
+    if (request.slots) write_slots(view, entries, request.slots, scratch);
   }
   __syncthreads();
   add_tally(view, scratch);
@@ -50,9 +82,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       atomicExch(work.cursor + 1, 0);
     }
   }
-  if (!request.move || kept == 0 || *work.skip) return;
-  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
-  UnitRows rows{units, scratch.first, 1, kept};
+  if (!move) return;
+  UnitRows own{units, scratch.first, 1, scratch.kept};
+  JoinedRows rows{own, again, scratch.kept + forced};
   if (kBulk) {
     if (warp_id() != 0) return;
     move_bulk(view, rows, stages, num_stages, mover, nullptr);

@@ -4,15 +4,17 @@
 // wins. Claimed values and kNone are both negative, so a reader that sees one in place of the other draws the same
 // conclusion. Between the phases stands a barrier of the block; another head's tables are another block's.
 //
-//   claim      slot_of: kNone -> kClaim + entry       stamp, ahead of hits
+//   claim      slot_of: kNone -> kClaim + entry       stamp, ahead of hits; entries that claim are listed
 //   barrier
-//   number     winners counted in order of entry; their entries listed
-//   barrier
+//   number     winners among the listed; ages of all slots into a histogram
+//   barriers   the age that the last victim has
 //   hand out   slot_of[old] -> kNone, slot_of[new] -> slot, page_of, stamp, ahead of victims
-//   barrier
 //   drop       slot_of of winners without a slot -> kNone
+//   barrier
 //
-// A victim's old page is resident and a winner's page is not, so no page is written twice in "hand out".
+// A victim's old page is resident and a winner's page is not, so no page is written twice in "hand out". The time is that
+// of dependent reads of the tables and of barriers, so both are few: a thread reads several entries at once, and what a
+// phase learns waits in shared memory for the next.
 #pragma once
 #include "common.cuh"
 
@@ -20,6 +22,13 @@ namespace skv {
 
 constexpr int kMaxThreads = 1024;
 constexpr int kKeysInRegisters = 16;  // stamps per thread; more slots than 16 * threads are read from memory again
+constexpr int kBatch = 4;             // entries that a thread reads at once
+constexpr int kCandidates = 2048;     // entries that claim and find room in shared memory; more take a slower path
+constexpr int kAges = 512;            // bins of the histogram of ages
+constexpr int kMarks = 512;           // words of marks, one bit per entry; more entries take the slower path, too
+static_assert(kAges + kMarks == kMaxThreads, "find_bin gives each thread one of them");
+constexpr int kCopies = 8;            // of each bin, so that a warp with one age does not queue at one word
+constexpr int kFree = INT32_MAX;      // age of a free slot
 
 enum Mode { kResolve, kPrefetch, kInstall };
 
@@ -68,8 +77,20 @@ struct Entries {
 struct TableScratch {
   BlockScratch block;
   int tally[kCounters];
-  int first;  // row of the head's first unit in the list
-  int kept;   // units that got a slot
+  int first;    // row of the head's first unit in the list
+  int kept;     // units that got a slot
+  int claimed;  // entries that claimed a unit
+  int won;      // units that are missing
+  int forced;   // hits that are brought again
+  int bin, before;
+  union {
+    int ages[kAges * kCopies];
+    int victims[kAges * kCopies];  // once the histogram has told how old they are
+  };
+  unsigned marks[kMarks];     // entries that won
+  int marks_before[kMarks];   // of the words before
+  int2 candidates[kCandidates];  // page, entry
+  uint16_t winners[kCandidates];
 };
 
 __device__ __forceinline__ int* slot_row(const SkvView& view, int head) { return view.slot_of + head * view.pages; }
@@ -90,8 +111,15 @@ __device__ __forceinline__ void count(TableScratch& scratch, Counter counter, in
   if (lane_id() == 0 && sum) atomicAdd(&scratch.tally[counter], sum);
 }
 
+__device__ __forceinline__ void clear_ages(TableScratch& scratch) {
+  for (int i = threadIdx.x; i < kAges * kCopies; i += blockDim.x) scratch.ages[i] = 0;
+}
+
 __device__ __forceinline__ void begin_tally(TableScratch& scratch) {
   if (threadIdx.x < kCounters) scratch.tally[threadIdx.x] = 0;
+  if (threadIdx.x == 0) scratch.claimed = scratch.won = scratch.kept = scratch.forced = 0;
+  clear_ages(scratch);
+  for (int i = threadIdx.x; i < kMarks; i += blockDim.x) scratch.marks[i] = 0;
   __syncthreads();
 }
 
@@ -101,47 +129,62 @@ __device__ __forceinline__ void add_tally(const SkvView& view, const TableScratc
     atomicAdd(reinterpret_cast<Counter64*>(view.counters) + threadIdx.x, static_cast<Counter64>(scratch.tally[threadIdx.x]));
 }
 
+// Claims the units of those lanes that say so; whole warps call it.
+__device__ __forceinline__ void claim(int* slot_of, int page, int entry, bool missing, TableScratch& scratch) {
+  unsigned votes = __ballot_sync(kAll, missing);
+  if (votes == 0) return;
+  int start = lane_id() == 0 ? atomicAdd(&scratch.claimed, __popc(votes)) : 0;
+  start = __shfl_sync(kAll, start, 0);
+  if (!missing) return;
+  int place = start + __popc(votes & lanes_below());
+  if (place < kCandidates) scratch.candidates[place] = make_int2(page, entry);
+  atomicMin(slot_of + page, kClaim + entry);
+}
+
 // Stamps what is resident (unless told not to) and claims what is not. True when a unit is missing. Ends with a barrier.
 __device__ __forceinline__ bool claim_selection(const SkvView& view, const Entries& entries, int step, bool tally,
                                                 bool stamp, int* slots, TableScratch& scratch) {
   int* slot_of = slot_row(view, entries.head);
   int64_t base = entries.head * view.slots;
-  int selected = 0, hit = 0, useful = 0, missing = 0;
-  for (int e = threadIdx.x; e < entries.count; e += blockDim.x) {
-    int page = entries.page(e, view);
-    int slot = kNone;
-    if (page >= 0) {
-      ++selected;
-      slot = __ldcg(slot_of + page);
-      if (slot >= 0) {
-        ++hit;
-        if (stamp) {
-          view.stamp[base + slot] = step;
-          useful += take_ahead(view, base + slot);
-        }
-      } else {
-        slot = kNone;
-        missing = 1;
-        atomicMin(slot_of + page, kClaim + e);
-      }
+  int selected = 0, hit = 0, useful = 0;
+  for (int first = warp_id() * 32 * kBatch; first < entries.count; first += blockDim.x * kBatch) {
+    int page[kBatch], slot[kBatch];
+    bool ahead[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      int e = first + j * 32 + lane_id();
+      page[j] = e < entries.count ? entries.page(e, view) : kNone;
     }
-    if (slots) slots[entries.result(e)] = slot;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) slot[j] = page[j] >= 0 ? __ldcg(slot_of + page[j]) : kNone;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) ahead[j] = stamp && slot[j] >= 0 && __ldcg(view.ahead + base + slot[j]) != 0;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      int e = first + j * 32 + lane_id();
+      selected += page[j] >= 0;
+      hit += slot[j] >= 0;
+      if (stamp && slot[j] >= 0) view.stamp[base + slot[j]] = step;
+      if (ahead[j]) useful += take_ahead(view, base + slot[j]);
+      if (slots && e < entries.count) slots[entries.result(e)] = max(slot[j], kNone);
+      claim(slot_of, page[j], e, page[j] >= 0 && slot[j] < 0, scratch);
+    }
   }
   if (tally) {
     count(scratch, kSelected, selected);
     count(scratch, kHit, hit);
   }
   count(scratch, kUseful, useful);
-  return __syncthreads_or(missing);
+  __syncthreads();
+  return scratch.claimed > 0;
 }
 
 // The same for predicted pages: one warp per request counts its missing units in order of rank, up to `cap`.
-__device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int cap) {
-  constexpr int kBatch = 4;  // loads in flight per lane
+__device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int cap,
+                                                TableScratch& scratch) {
   int* slot_of = slot_row(view, entries.head);
   int64_t base = entries.head * view.slots;
   int width = static_cast<int>(entries.request->width), requests = static_cast<int>(entries.request->n);
-  int claimed = 0;
   for (int n = warp_id(); n < requests && cap >= 0; n += blockDim.x >> 5) {
     int seen = 0;
     for (int first = 0; first < width; first += 32 * kBatch) {
@@ -157,20 +200,43 @@ __device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entri
       for (int j = 0; j < kBatch; ++j) {
         bool missing = page[j] >= 0 && slot[j] < 0;
         unsigned votes = __ballot_sync(kAll, missing);
-        if (missing && seen + __popc(votes & lanes_below()) < cap) {
-          int rank = first + j * 32 + lane_id();
-          atomicMin(slot_of + page[j], kClaim + rank * requests + n);
-          claimed = 1;
-        }
-        if (slot[j] >= 0 && view.stamp[base + slot[j]] < step) view.stamp[base + slot[j]] = step;
+        bool within = missing && seen + __popc(votes & lanes_below()) < cap;
+        claim(slot_of, page[j], (first + j * 32 + lane_id()) * requests + n, within, scratch);
+        if (slot[j] >= 0) atomicMax(view.stamp + base + slot[j], step);
         seen += __popc(votes);
       }
     }
   }
-  return __syncthreads_or(claimed);
+  __syncthreads();
+  return scratch.claimed > 0;
 }
 
-// Lists the winning entries in order. Returns how many, the same in every thread. Ends with a barrier.
+// Marks the winners among the candidates; scratch.won counts them.
+__device__ __forceinline__ void find_winners(const SkvView& view, const Entries& entries, TableScratch& scratch) {
+  const int* slot_of = slot_row(view, entries.head);
+  int won = 0;
+  for (int i = threadIdx.x; i < scratch.claimed; i += blockDim.x) {
+    int2 candidate = scratch.candidates[i];
+    if (__ldcg(slot_of + candidate.x) != kClaim + candidate.y) continue;
+    atomicOr(&scratch.marks[candidate.y / 32], 1u << (candidate.y % 32));
+    ++won;
+  }
+  __syncwarp();
+  won = __reduce_add_sync(kAll, won);
+  if (lane_id() == 0 && won) atomicAdd(&scratch.won, won);
+}
+
+// After find_bin: puts the winners in order of entry into scratch.winners.
+__device__ __forceinline__ void number_candidates(TableScratch& scratch) {
+  for (int i = threadIdx.x; i < scratch.claimed; i += blockDim.x) {
+    int entry = scratch.candidates[i].y;
+    unsigned word = scratch.marks[entry / 32], bit = 1u << (entry % 32);
+    if (word & bit) scratch.winners[scratch.marks_before[entry / 32] + __popc(word & (bit - 1u))] = static_cast<uint16_t>(i);
+  }
+}
+
+// Lists the winning entries in order, where shared memory is too small for that. Returns how many, the same in every
+// thread. Ends with a barrier.
 __device__ __forceinline__ int number_winners(const SkvView& view, const Entries& entries, int* list,
                                               TableScratch& scratch) {
   int* slot_of = slot_row(view, entries.head);
@@ -188,17 +254,19 @@ __device__ __forceinline__ int number_winners(const SkvView& view, const Entries
   return winners;
 }
 
-// Stamps of one head, split over the block: warp w owns slots [w * 32 * per_lane, ...), lane l every 32nd of them, so that
-// slot order is the order of (warp, turn, lane).
-struct Stamps {
-  const int* row;
+// Ages of one head's slots in steps, kFree for free ones, negative where a slot must stay. They are split over the block:
+// warp w owns slots [w * 32 * per_lane, ...), lane l every 32nd of them, so that slot order is that of (warp, turn, lane).
+struct Ages {
+  const int* stamps;
   int slots;
+  int step;
   int per_lane;
   int key[kKeysInRegisters];
 
-  __device__ __forceinline__ void load(const SkvView& view, int head) {
-    row = view.stamp + head * view.slots;
+  __device__ __forceinline__ void load(const SkvView& view, int head, int now) {
+    stamps = view.stamp + head * view.slots;
     slots = static_cast<int>(view.slots);
+    step = now;
     per_lane = (slots + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
 #pragma unroll
     for (int j = 0; j < kKeysInRegisters; ++j) key[j] = read(j);
@@ -206,9 +274,10 @@ struct Stamps {
   __device__ __forceinline__ int slot(int j) const { return (warp_id() * per_lane + j) * 32 + lane_id(); }
   __device__ __forceinline__ int read(int j) const {
     int s = slot(j);
-    return j < per_lane && s < slots ? __ldcg(row + s) : kReserved;
+    int stamp = j < per_lane && s < slots ? __ldcg(stamps + s) : kReserved;
+    return stamp == kNever ? kFree : stamp < step ? step - 1 - stamp : -1;
   }
-  // Calls f(turn, stamp) for every slot of this thread, all lanes together.
+  // Calls f(turn, age) for every slot of this thread, all lanes together.
   template <typename F>
   __device__ __forceinline__ void each(F f) const {
 #pragma unroll
@@ -216,28 +285,64 @@ struct Stamps {
       if (j < per_lane) f(j, key[j]);
     for (int j = kKeysInRegisters; j < per_lane; ++j) f(j, read(j));
   }
-  __device__ __forceinline__ int up_to(int limit) const {
-    int n = 0;
-    each([&](int, int stamp) { n += stamp <= limit; });
-    return n;
-  }
 };
 
-// Gives the first units of `list` a slot each: the slots with the oldest stamps below `step`, ties to the lower slot.
-// Writes the units' rows from `rows` on and leaves their number in scratch.kept. All threads of the block call it.
-__device__ __forceinline__ void hand_out(const SkvView& view, const Entries& entries, const SkvWork& work, int winners,
-                                         int step, Mode mode, bool must, const int* list, int4* units, int* cursor,
-                                         int first_row, TableScratch& scratch) {
+// From the oldest bin on, the one that holds the `wanted`-th slot, or the last slot, goes to scratch.bin, and the number of
+// slots in older bins to scratch.before. Returns the number of slots in all bins. Half of the block does that; the other
+// half sums up the marks before each word. Ends with a barrier.
+__device__ __forceinline__ int find_bin(TableScratch& scratch, int wanted) {
+  constexpr int kBinWarps = kAges / 32;
+  int bin = kAges - 1 - static_cast<int>(threadIdx.x), word = -1 - bin, mine = 0;
+  if (bin >= 0) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) mine += scratch.ages[bin * kCopies + i];
+  } else {
+    mine = __popc(scratch.marks[word]);
+  }
+  int inclusive = mine;
+  for (int d = 1; d < 32; d <<= 1) {
+    int other = __shfl_up_sync(kAll, inclusive, d);
+    if (lane_id() >= d) inclusive += other;
+  }
+  if (lane_id() == 31) scratch.block.warp[0][warp_id()] = inclusive;
+  __syncthreads();
+  int sum = scratch.block.warp[0][lane_id()];
+  int total = __reduce_add_sync(kAll, lane_id() < kBinWarps ? sum : 0);
+  bool counts = lane_id() < warp_id() && lane_id() / kBinWarps == warp_id() / kBinWarps;
+  int before = __reduce_add_sync(kAll, counts ? sum : 0) + inclusive - mine;
+  wanted = min(wanted, total);
+  if (bin < 0) {
+    scratch.marks_before[word] = before;
+  } else if (before < wanted && before + mine >= wanted) {
+    scratch.bin = bin;
+    scratch.before = before;
+  }
+  __syncthreads();
+  return total;
+}
+
+// Gives the missing units a slot each, as far as they reach: the oldest slots, ties to the lower one. Writes the units'
+// rows from `units` on and leaves their number in scratch.kept. All threads of the block call it after a claim, with the
+// histogram cleared. Ends with a barrier.
+__device__ __forceinline__ void hand_out(const SkvView& view, const Entries& entries, const SkvWork& work, int step,
+                                         Mode mode, bool must, int* list, int4* units, int* cursor, int first_row,
+                                         TableScratch& scratch) {
   int head = entries.head;
   int* slot_of = slot_row(view, head);
   int64_t base = head * view.slots;
-  Stamps stamps;
-  stamps.load(view, head);
-  int turn = 0;
-  auto total = [&](int value) { return block_sum(value, scratch.block, turn ^= 1); };
-
-  int usable = total(stamps.up_to(step - 1));
-  int kept = min(winners, usable);
+  bool listed = scratch.claimed > kCandidates || entries.count > kMarks * 32;  // winners are in `list`
+  int winners = listed ? number_winners(view, entries, list, scratch) : 0;
+  Ages ages;
+  ages.load(view, head, step);
+  if (!listed) find_winners(view, entries, scratch);
+  // Each recent age has a bin; all others share the one before the last, and free slots have the last.
+  ages.each([&](int, int age) {
+    int bin = age == kFree ? kAges - 1 : min(age, kAges - 2);
+    if (bin >= 0) atomicAdd(&scratch.ages[bin * kCopies + lane_id() % kCopies], 1);
+  });
+  __syncthreads();
+  if (!listed) winners = scratch.won;
+  int usable = find_bin(scratch, winners), kept = min(winners, usable);
   if (threadIdx.x == 0) {
     if (must && winners > usable && atomicCAS(work.error, 0, kErrorCapacity) == 0) {
       work.error[1] = head;
@@ -247,64 +352,102 @@ __device__ __forceinline__ void hand_out(const SkvView& view, const Entries& ent
     scratch.kept = kept;
     scratch.first = cursor ? atomicAdd(cursor, kept) : first_row;
   }
-  // Smallest `oldest` such that at least `kept` stamps are not above it.
-  int low = kNever, high = step - 1;
-  if (total(stamps.up_to(kNever)) < kept) {
-    low = kNever + 1;
-    while (low < high) {
-      int middle = low + (high - low) / 2;
-      if (total(stamps.up_to(middle)) >= kept) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
+  int limit = scratch.bin, all_older = scratch.before;
+  if (!listed) number_candidates(scratch);
+  if (limit == kAges - 1) {
+    limit = kFree;
+  } else if (limit == kAges - 2 && kept > 0) {
+    // Old slots: narrower and narrower ranges of ages, which are [limit, oldest] in the end with limit == oldest.
+    int oldest = step - 1;
+    while (limit < oldest) {
+      int shift = 0;
+      while ((oldest - limit) >> shift >= kAges) ++shift;
+      clear_ages(scratch);
+      __syncthreads();
+      ages.each([&](int, int age) {
+        if (age >= limit && age <= oldest)
+          atomicAdd(&scratch.ages[((age - limit) >> shift) * kCopies + lane_id() % kCopies], 1);
+      });
+      __syncthreads();
+      find_bin(scratch, kept - all_older);
+      limit += scratch.bin << shift;
+      oldest = limit + min(oldest - limit, (1 << shift) - 1);
+      all_older += scratch.before;
     }
   }
-  int oldest = low;
-  int mine_older = stamps.up_to(oldest - 1), mine_equal = stamps.up_to(oldest) - mine_older;
-  __syncthreads();  // the scans below reuse what the last sum is still read from
-  int warp_older = __reduce_add_sync(kAll, mine_older), warp_equal = __reduce_add_sync(kAll, mine_equal);
-  int all_older, all_equal;
-  int lanes_first = lane_id() == 0;
-  int older = block_scan(lanes_first ? warp_older : 0, scratch.block, all_older);
-  int equal = block_scan(lanes_first ? warp_equal : 0, scratch.block, all_equal);
-  older = __shfl_sync(kAll, older, 0);  // units before this warp's
-  equal = __shfl_sync(kAll, equal, 0);
-  int first = scratch.first;  // written before the barriers above
+  int mine_older = 0, mine_equal = 0;
+  ages.each([&](int, int age) {
+    mine_older += age > limit;
+    mine_equal += age == limit;
+  });
+  mine_older = __reduce_add_sync(kAll, mine_older);
+  mine_equal = __reduce_add_sync(kAll, mine_equal);
+  if (lane_id() == 0) {
+    scratch.block.warp[0][warp_id()] = mine_older;
+    scratch.block.warp[1][warp_id()] = mine_equal;
+  }
+  __syncthreads();
+  bool is_before = lane_id() < warp_id();
+  const int warp_older = __reduce_add_sync(kAll, is_before ? scratch.block.warp[0][lane_id()] : 0);
+  const int warp_equal = __reduce_add_sync(kAll, is_before ? scratch.block.warp[1][lane_id()] : 0) + all_older;
+  const int first = scratch.first;
 
   int evicted = 0, wasted = 0, brought = 0, tokens_in = 0;
-  stamps.each([&](int j, int stamp) {
-    bool is_older = stamp < oldest, is_equal = stamp == oldest;
-    unsigned older_votes = __ballot_sync(kAll, is_older), equal_votes = __ballot_sync(kAll, is_equal);
-    int place = is_older ? older + __popc(older_votes & lanes_below())
-                         : all_older + equal + __popc(equal_votes & lanes_below());
-    older += __popc(older_votes);
-    equal += __popc(equal_votes);
-    if ((!is_older && !is_equal) || place >= kept) return;
-    int slot = stamps.slot(j), entry = __ldcg(list + place);
-    int page = entries.page(entry, view), tokens = entries.tokens(entry, view);
-    int old = view.page_of[base + slot];
-    if (old >= 0) {
-      ++evicted;
-      wasted += view.ahead[base + slot] != 0;
-      slot_of[old] = kNone;
+  for (int begin = 0; begin < kept; begin += kAges * kCopies) {
+    int older = warp_older, equal = warp_equal;
+    ages.each([&](int j, int age) {
+      unsigned older_votes = __ballot_sync(kAll, age > limit), equal_votes = __ballot_sync(kAll, age == limit);
+      if (age >= limit) {
+        int place = age > limit ? older + __popc(older_votes & lanes_below())
+                                : equal + __popc(equal_votes & lanes_below());
+        if (place >= begin && place < min(kept, begin + kAges * kCopies)) scratch.victims[place - begin] = ages.slot(j);
+      }
+      older += __popc(older_votes);
+      equal += __popc(equal_votes);
+    });
+    __syncthreads();
+    for (int place = begin + threadIdx.x; place < min(kept, begin + kAges * kCopies); place += blockDim.x) {
+      int slot = scratch.victims[place - begin];
+      int old = __ldcg(view.page_of + base + slot);
+      bool unused = __ldcg(view.ahead + base + slot) != 0;
+      int2 won = listed ? make_int2(kNone, __ldcg(list + place)) : scratch.candidates[scratch.winners[place]];
+      int page = listed ? entries.page(won.y, view) : won.x, tokens = entries.tokens(won.y, view);
+      if (old >= 0) {
+        ++evicted;
+        wasted += unused;
+        slot_of[old] = kNone;
+      }
+      slot_of[page] = slot;
+      view.page_of[base + slot] = page;
+      view.stamp[base + slot] = step;
+      view.ahead[base + slot] = mode == kPrefetch;
+      units[first + place] = make_int4(page, head, slot, tokens);
+      brought += tokens > 0;
+      tokens_in += tokens;
     }
-    slot_of[page] = slot;
-    view.page_of[base + slot] = page;
-    view.stamp[base + slot] = step;
-    view.ahead[base + slot] = mode == kPrefetch;
-    units[first + place] = make_int4(page, head, slot, tokens);
-    brought += tokens > 0;
-    tokens_in += tokens;
-  });
+    if (begin + kAges * kCopies < kept) __syncthreads();
+  }
+  __syncwarp();
   count(scratch, kEvicted, evicted);
   count(scratch, kWasted, wasted);
   if (mode != kInstall) {
     count(scratch, mode == kPrefetch ? kPrefetched : kMissed, brought);
     count(scratch, kTokensIn, tokens_in);
   }
-  for (int i = kept + threadIdx.x; i < winners; i += blockDim.x) slot_of[entries.page(__ldcg(list + i), view)] = kNone;
+  for (int i = kept + threadIdx.x; i < winners; i += blockDim.x)
+    slot_of[listed ? entries.page(__ldcg(list + i), view) : scratch.candidates[scratch.winners[i]].x] = kNone;
   __syncthreads();
+}
+
+// Where the units that were missing went, for every entry that asked for one.
+__device__ __forceinline__ void write_slots(const SkvView& view, const Entries& entries, int* slots,
+                                            const TableScratch& scratch) {
+  const int* slot_of = slot_row(view, entries.head);
+  bool listed = scratch.claimed > kCandidates;
+  for (int i = threadIdx.x; i < (listed ? entries.count : scratch.claimed); i += blockDim.x) {
+    int2 candidate = listed ? make_int2(entries.page(i, view), i) : scratch.candidates[i];
+    if (candidate.x >= 0) slots[entries.result(candidate.y)] = __ldcg(slot_of + candidate.x);
+  }
 }
 
 }  // namespace skv

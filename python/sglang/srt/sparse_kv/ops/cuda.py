@@ -49,15 +49,17 @@ __all__ = [
     "resolve",
     "score",
     "select",
+    "set_miss_rate",
     "skip_copies",
     "stage",
     "store_chunk",
     "write_token",
 ]
 
-# Blocks of a mover. Two with the bulk copy engine fill PCIe 5 with 8 KB units; loads and stores need more.
-MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "2"))
-MOVER_BLOCKS_SMALL_UNITS = 4  # below 8 KB
+# Blocks of a mover. One with the bulk copy engine moves 18 GB/s in units of 8 KB and three fill PCIe 5; with four, the
+# GEMMs beside them lose the least. Loads and stores need more.
+MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "4"))
+MOVER_BLOCKS_SMALL_UNITS = 6  # below 8 KB
 MOVER_BLOCKS_PLAIN = 16
 MAX_BUDGET_PAGES = 1024
 RESOLVE, PREFETCH, INSTALL = range(3)
@@ -319,6 +321,15 @@ def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
 def skip_copies(device: torch.device, skip: bool) -> None:
     """Lets fetches on a device move nothing, captured ones too: wrong results, the times of a perfect link."""
     workspace(device).skip.fill_(int(skip))
+
+
+def set_miss_rate(device: torch.device, rate: float) -> None:
+    """Lets `resolve` with move, captured ones too, bring this share of hits (0 to 1, drawn anew in each step) from the
+    host again, and count them as missed: same results, the times of a worse prediction.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"miss rate must be between 0 and 1, got {rate}")
+    workspace(device).miss_rate.fill_(round(rate * 1_000_000))
 
 
 def stage(view: LayerView, pages, target: torch.Tensor, blocks: int | None = None) -> None:

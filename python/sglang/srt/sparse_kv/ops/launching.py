@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import lru_cache
 
 import torch
 from sglang.srt.sparse_kv.ops import abi, build
 from sglang.srt.sparse_kv.ops.reference import LayerView
 
-# Lets a kernel's launch overlap the end of the one before it (programmatic dependent launch).
-OVERLAP_LAUNCHES = int(os.environ.get("SPARSE_KV_OVERLAP_LAUNCHES", "0"))
+# Lets a kernel's launch overlap the end of the one before it (programmatic dependent launch, sm_90 and later). Every
+# kernel waits for the end of the one before it ahead of its first access to memory, and only then lets the next one
+# start: the order of effects is that of the stream, and what overlaps is the launch itself.
+OVERLAP_LAUNCHES = int(os.environ.get("SPARSE_KV_OVERLAP_LAUNCHES", "1"))
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
@@ -81,12 +84,18 @@ def capturing_safe(*tensors: torch.Tensor) -> None:
             tensor.record_stream(stream)
 
 
+@lru_cache
+def _can_overlap(index: int) -> int:
+    return int(torch.cuda.get_device_capability(index)[0] >= 9)
+
+
 def launch(name: str, device: torch.device, *arguments) -> None:
     """Calls a function of the library on the current stream. Raises RuntimeError with CUDA's reason."""
     library = build.library()
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
-        where = abi.Launch(torch.cuda.current_stream(index).cuda_stream, index, OVERLAP_LAUNCHES)
+        overlap = OVERLAP_LAUNCHES and _can_overlap(index)
+        where = abi.Launch(torch.cuda.current_stream(index).cuda_stream, index, overlap)
     else:
         where = abi.Launch(None, 0, 0)
     passed = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in (*arguments, where)]

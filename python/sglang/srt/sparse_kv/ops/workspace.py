@@ -24,6 +24,7 @@ class Workspace:
         self.cursor = torch.zeros(2, dtype=torch.int32, device=device)
         self.urgent = torch.zeros(1, dtype=torch.int32, device=device)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
+        self.miss_rate = torch.zeros(1, dtype=torch.int32, device=device)
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
         self.plans: dict[Any, Any] = {}  # attention plans, by what they were planned for
@@ -49,8 +50,8 @@ class Workspace:
         lists = self.buffer("list", heads * entries, torch.int32)
         rows = self.buffer("rows", heads * entries * 4, torch.int32)
         width = min(lists.numel(), rows.numel() // 4) // heads
-        pointers = (t.data_ptr() for t in (self.error, self.cursor, self.urgent, lists, rows, self.skip))
-        return abi.Work(*pointers, width)
+        used = (self.error, self.cursor, self.urgent, lists, rows, self.skip, self.miss_rate)
+        return abi.Work(*(t.data_ptr() for t in used), width)
 
     def reserve(self, requests: int, rows: int, heads: int, group: int, max_pages: int, width: int, chunk_pages: int):
         """Makes room for decode steps of up to `requests` requests, selections of `width` pages and prefill chunks of
@@ -69,7 +70,15 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        held = [*self._buffers.values(), *self._retired, self.error, self.cursor, self.urgent, self.skip]
+        held = [
+            *self._buffers.values(),
+            *self._retired,
+            self.error,
+            self.cursor,
+            self.urgent,
+            self.skip,
+            self.miss_rate,
+        ]
         return sum(t.numel() * t.element_size() for t in held)
 
     def check(self) -> None:
