@@ -1,6 +1,6 @@
 # make serve, make test: all that a fresh clone needs. make help lists the rest.
 PY := .venv/bin/python
-MODEL := models/SmolLM2-135M-Instruct
+MODEL := demo-model/SmolLM2-135M-Instruct
 HOST ?= 127.0.0.1
 PORT ?= 30000
 # Added to the server's command line, e.g. ARGS='--sparse-kv-budget 512'.
@@ -64,4 +64,4 @@ lock: ## resolve requirements/dev.in anew
 	  --upgrade requirements/dev.in --output-file requirements/lock.txt
 
 clean: ## remove the environment, the demo model and caches
-	rm -rf .venv models build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv demo-model build .pytest_cache .mypy_cache .ruff_cache .hypothesis

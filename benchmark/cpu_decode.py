@@ -4,7 +4,7 @@ Each variant is a server of its own, started, measured and stopped before the ne
 real tokens is decoded ``--repeats`` times after a warm-up; its speed is the tokens after the first by the time
 between the first and the last, so prefill does not count. The servers run greedily and ignore the end token.
 
-    python benchmark/cpu_decode.py --model models/SmolLM2-135M-Instruct --output result.json
+    python benchmark/cpu_decode.py --model demo-model/SmolLM2-135M-Instruct --output result.json
 """
 
 from __future__ import annotations

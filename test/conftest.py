@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def demo_model() -> str:
     """Directory of SmolLM2-135M-Instruct in float32, as `make model` prepares it."""
-    path = Path(os.environ.get("SPARSE_KV_DEMO_MODEL", REPOSITORY / "models" / "SmolLM2-135M-Instruct"))
+    path = Path(os.environ.get("SPARSE_KV_DEMO_MODEL", REPOSITORY / "demo-model" / "SmolLM2-135M-Instruct"))
     if not (path / "prepared").is_file():
         pytest.fail(f"The demo model is not in {path}; run `make model` first.", pytrace=False)
     return str(path)
