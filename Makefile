@@ -57,7 +57,7 @@ kernels: .venv/.ready ## compile the CUDA sources for sm_80, sm_90 and sm_100 (n
 	$(PY) -m sglang.srt.sparse_kv.ops.build $(KERNELS)
 
 bench: $(MODEL)/prepared ## decode speed on this CPU, with sparse KV and without
-	SGLANG_PLATFORM=torch_cpu $(PY) benchmark/cpu_decode.py --model $(MODEL)
+	SGLANG_PLATFORM=torch_cpu $(PY) -m benchmark.cpu_decode --model $(MODEL)
 
 lock: ## resolve requirements/dev.in anew
 	uv pip compile --quiet --universal --python-version 3.10 --custom-compile-command "make lock" \

@@ -4,83 +4,30 @@ Each variant is a server of its own, started, measured and stopped before the ne
 real tokens is decoded ``--repeats`` times after a warm-up; its speed is the tokens after the first by the time
 between the first and the last, so prefill does not count. The servers run greedily and ignore the end token.
 
-    python benchmark/cpu_decode.py --model demo-model/SmolLM2-135M-Instruct --output result.json
+    python -m benchmark.cpu_decode --model demo-model/SmolLM2-135M-Instruct --output result.json
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import shlex
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
-from corpus import Corpus
 
-START_SECONDS = 300
+from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.serving import record, server
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def server(name: str, model: str, arguments: list[str]) -> Iterator[str]:
-    """Run a server on a free port of this machine; yields its URL.
-
-    Raises:
-        RuntimeError: it ended or gave no answer within START_SECONDS; the text holds the end of its log.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
-    with tempfile.NamedTemporaryFile("w+", prefix=f"server-{name}-", suffix=".log") as log:
-        process = subprocess.Popen(
-            command + arguments,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            start_new_session=True,
-        )
-        try:
-            start = time.monotonic()
-            while True:
-                with contextlib.suppress(requests.RequestException):
-                    if requests.get(f"{url}/health_generate", timeout=30).status_code == 200:
-                        break
-                if process.poll() is not None or time.monotonic() - start > START_SECONDS:
-                    tail = Path(log.name).read_text(errors="replace")[-3000:]
-                    raise RuntimeError(f"The {name} server did not start; the end of its log:\n{tail}")
-                time.sleep(1)
-            say(f"{name}: ready after {time.monotonic() - start:.0f} s")
-            yield url
-        finally:
-            # The whole group: a server that is killed early leaves its scheduler behind.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def decode(url: str, prompt: list[int], tokens: int) -> tuple[float, list[int]]:
@@ -120,25 +67,6 @@ def measure(url: str, prompt: list[int], tokens: int, repeats: int) -> dict[str,
     }
 
 
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "cores": len(psutil.Process().cpu_affinity()),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-    }
-
-
-def commit() -> str:
-    """The commit measured, with a mark when the working tree differs from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() or "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Decode speed on the CPU, plain against sparse KV.")
     parser.add_argument("--model", required=True, help="directory of the model")
@@ -151,10 +79,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="also write the result here")
     options = parser.parse_args()
 
-    from transformers import AutoTokenizer
-
     corpus = Corpus(seed=options.seed)
-    prompt = corpus.prompts(AutoTokenizer.from_pretrained(options.model), 1, options.context)[0]
+    prompt = corpus.prompts(load_tokenizer(options.model), 1, options.context)[0]
     common = ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--max-running-requests", "4"]
     # Plain SGLang would take most of the machine's memory for its KV cache; page 16 is what sparse KV uses.
     variants = {"plain": ["--max-total-tokens", "20000", "--page-size", "16"]}
@@ -163,12 +89,14 @@ def main() -> int:
 
     results: dict[str, Any] = {}
     for name, arguments in variants.items():
-        say(f"{name}: starting {shlex.join(arguments)}")
-        with server(name, options.model, common + arguments) as url:
-            results[name] = measure(url, prompt, options.tokens, options.repeats)
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", options.model, *common, *arguments]
+        with (
+            tempfile.TemporaryDirectory(prefix="cpu-decode-") as folder,
+            server.Server(command, Path(folder), {"HF_HUB_OFFLINE": "1"}, say) as running,
+        ):
+            results[name] = measure(running.url, prompt, options.tokens, options.repeats)
             if name != "plain":
-                states = requests.get(f"{url}/server_info", timeout=30).json().get("internal_states") or [{}]
-                results[name]["counters"] = states[0].get("sparse_kv")
+                results[name]["counters"] = server.state(running.url)["sparse_kv"]["total"]
         say(f"{name}: {results[name]['tokens_per_second']} tok/s of {results[name]['runs']}")
 
     plain = results["plain"]
@@ -182,13 +110,10 @@ def main() -> int:
     report = {
         "benchmark": "cpu_decode",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("torch", "sglang", "sglang-dualdecoder")},
-        },
+        "command": shlex.join(["python", "-m", "benchmark.cpu_decode", *sys.argv[1:]]),
+        "sources": record.sources(),
+        "machine": record.machine(),
+        "versions": record.versions(),
         "model": Path(options.model).name,
         "context": options.context,
         "tokens": options.tokens,
