@@ -37,7 +37,9 @@ __global__ void prepare_kernel(const __grid_constant__ SkvView view, const __gri
   }
 }
 
-// One warp per query head: row 0's result moves to its place, row 1's is joined with its own token.
+// One warp per query head: row 0's result moves to its place, row 1's is joined with its own token. Everything is loaded
+// before anything is looked at, which costs one trip to memory instead of four.
+template <typename T>
 __global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAttend args) {
   constexpr int kMost = 8;  // elements of a lane: head_dim at most 256
   wait_for_previous_kernel();
@@ -46,36 +48,46 @@ __global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid
   if (item >= args.n * view.heads * per_sequence) return;
   int64_t sequence = item / per_sequence, line = item % per_sequence;
   int64_t n = sequence / view.heads, head = sequence % view.heads, row = line / args.group, query = line % args.group;
-  int64_t dim = view.head_dim, dtype = view.dtype;
-  int64_t target = (((n * args.rows + row) * view.heads + head) * args.group + query) * dim;
+  int dim = static_cast<int>(view.head_dim);
+  auto* partial = static_cast<const T*>(args.partial) + item * dim;
+  auto* out = static_cast<T*>(args.out) + (((n * args.rows + row) * view.heads + head) * args.group + query) * dim;
+  // Row 0 reads row 1's keys and values too, and forgets them.
+  auto* q = static_cast<const T*>(args.q) + (n * args.rows + row) * args.stride_q + (head * args.group + query) * dim;
+  auto* k = static_cast<const T*>(args.k_row1) + n * args.stride_k + head * dim;
+  auto* v = static_cast<const T*>(args.v_row1) + n * args.stride_v + head * dim;
+
+  T paged[kMost], asked[kMost], key[kMost], own_value[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    int d = i * 32 + lane_id();
+    if (d >= dim) continue;
+    paged[i] = partial[d];
+    asked[i] = q[d];
+    key[i] = k[d];
+    own_value[i] = v[d];
+  }
+  float rest = args.lse[item];
   bool padded = get(args.num_pages, n) <= 0;
 
-  float value[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    int64_t d = i * 32 + lane_id();
-    value[i] = d < dim && !padded ? load_element(args.partial, item * dim + d, dtype) : 0.0f;
-  }
+  float rest_weight = 1.0f, own_weight = 0.0f, total = 1.0f;
   if (row == 1 && !padded) {
-    int64_t source = (n * args.rows + row) * args.stride_q + (head * args.group + query) * dim;
     float dot = 0;
-    for (int64_t d = lane_id(); d < dim; d += 32)
-      dot += load_element(args.q, source + d, dtype) * load_element(args.k_row1, n * args.stride_k + head * dim + d, dtype);
-    for (int bits = 16; bits; bits >>= 1) dot += __shfl_xor_sync(kAll, dot, bits);
-    float own = dot * static_cast<float>(args.scale) * kLog2e, rest = args.lse[item], top = fmaxf(own, rest);
-    float own_weight = exp2f(own - top), rest_weight = exp2f(rest - top), total = own_weight + rest_weight;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      int64_t d = i * 32 + lane_id();
-      if (d >= dim) continue;
-      float v = load_element(args.v_row1, n * args.stride_v + head * dim + d, dtype);
-      value[i] = (value[i] * rest_weight + v * own_weight) / total;
-    }
+    for (int i = 0; i < kMost; ++i)
+      if (i * 32 + lane_id() < dim) dot += to_float(asked[i]) * to_float(key[i]);
+    for (int bits = 16; bits; bits >>= 1) dot += __shfl_xor_sync(kAll, dot, bits);
+    float own = dot * static_cast<float>(args.scale) * kLog2e, top = fmaxf(own, rest);
+    own_weight = exp2f(own - top);
+    rest_weight = exp2f(rest - top);
+    total = own_weight + rest_weight;
   }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    int64_t d = i * 32 + lane_id();
-    if (d < dim) store_element(args.out, target + d, dtype, value[i]);
+    int d = i * 32 + lane_id();
+    if (d >= dim) continue;
+    float value = padded ? 0.0f : to_float(paged[i]);
+    if (row == 1 && !padded) value = (value * rest_weight + to_float(own_value[i]) * own_weight) / total;
+    out[d] = from_float<T>(value);
   }
 }
 
@@ -108,7 +120,10 @@ SKV_EXPORT int skv_attend_prepare(const SkvView* view, const SkvAttend* args, co
 
 SKV_EXPORT int skv_attend_finish(const SkvView* view, const SkvAttend* args, const Launch* where) {
   int64_t warps = args->n * view->heads * args->rows * args->group;
-  return launch(*where, finish_kernel, dim3(static_cast<unsigned>((warps + 7) / 8)), 256, 0, *view, *args);
+  auto* kernel = view->dtype == SKV_BF16   ? finish_kernel<__nv_bfloat16>
+                 : view->dtype == SKV_FP16 ? finish_kernel<__half>
+                                           : finish_kernel<float>;
+  return launch(*where, kernel, dim3(static_cast<unsigned>((warps + 7) / 8)), 256, 0, *view, *args);
 }
 
 SKV_EXPORT int skv_lookup(const SkvLookup* args, const Launch* where) {

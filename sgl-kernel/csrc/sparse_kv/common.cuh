@@ -50,7 +50,17 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Element i of an array whose type is known at run time only; for code where that costs nothing.
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16(x); }
+
+// Element i of an array whose type is known at run time only; for code where that costs nothing: each such load is waited
+// for before the next begins.
 __device__ __forceinline__ float load_element(const void* p, int64_t i, int64_t dtype) {
   if (dtype == SKV_BF16) return to_float(static_cast<const __nv_bfloat16*>(p)[i]);
   if (dtype == SKV_FP16) return to_float(static_cast<const __half*>(p)[i]);

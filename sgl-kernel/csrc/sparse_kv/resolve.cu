@@ -163,6 +163,7 @@ __global__ void check_kernel(const __grid_constant__ SkvView view, int32_t* viol
 
 // Keeps one thread busy, to shake the order of kernels on other streams.
 __global__ void sleep_kernel(int64_t cycles) {
+  wait_for_previous_kernel();
   int64_t end = clock64() + cycles;
   while (clock64() < end) __nanosleep(100);
 }
