@@ -85,8 +85,18 @@ template <typename F>
 __device__ __forceinline__ void each_score(const SkvSelect& args, const Line& line, const SelectScratch& scratch,
                                            int span, F f) {
   auto walk = [&](auto score) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < span; i += blockDim.x) f(i, score(line.lo + i));
+    constexpr int kAtOnce = 4;  // f may write memory, which a load does not pass
+    for (int first = threadIdx.x; first < span; first += kAtOnce * static_cast<int>(blockDim.x)) {
+      float scores[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        scores[j] = score(line.lo + min(first + j * static_cast<int>(blockDim.x), span - 1));
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        int i = first + j * static_cast<int>(blockDim.x);
+        if (i < span) f(i, scores[j]);
+      }
+    }
   };
   if (!args.logits) {
     walk([&](int page) { return args.scores[line.index * args.table_width + page]; });
