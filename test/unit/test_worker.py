@@ -351,6 +351,15 @@ def test_a_slot_prefilled_but_never_decoded_is_forgotten():
     assert rig.worker._started == set()
 
 
+def test_a_short_request_in_a_fresh_slot_is_not_taken_for_its_last_owner():
+    rig = Rig()
+    rig.prefill(request(3))
+    rig.running.clear()
+    rig.prefill(request(3, max_new_tokens=4))
+    rig.decode()
+    assert [len(forward.req_pool_indices) for forward in rig.target.forwards] == [1, 1, 1], "no look-ahead"
+
+
 def test_the_forced_guide_shows_row_1_right():
     rig = Rig("forced")
     rig.prefill(request(3), request(1, max_new_tokens=4))
