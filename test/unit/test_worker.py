@@ -384,6 +384,21 @@ def test_guides_recover_when_the_policy_changes_back():
     assert rig.runtime.hits[-2:] == [[True], [True]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_row_1_pays_for_the_token_that_the_next_step_will_have_counted(monkeypatch, overlap):
+    """Upstream counts a drawn token in the next step, and under overlap, where it comes late, in the one after."""
+    charged = []
+    monkeypatch.setattr(sampling, "advance_penalties", lambda info, *charge: charged.append(charge))
+    rig = Rig(overlap=overlap)
+    req = request(3)
+    req.sampling_params.frequency_penalty, req.sampling_params.repetition_penalty = 0.25, 1.5
+    rig.prefill(request(1), req)
+    rig.decode()
+    ((tokens, rates),) = charged
+    assert int(tokens[1]) == req.output_ids[0 if overlap else 1]
+    assert rates.tolist() == [[0.0, 0.0, 1.0], [0.25, 0.0, 1.5]]
+
+
 # ---------------------------------------------------------------- what upstream sees
 
 
