@@ -10,6 +10,7 @@ namespace skv {
 
 constexpr int kChunk = 64;
 constexpr int kScoreThreads = 128;
+constexpr int kFewBlocks = 256;  // two for each multiprocessor of a large device, whatever their registers
 
 // Bounds of one request: chunks [first, first + count) hold a candidate of some row.
 struct Spans {
@@ -97,8 +98,9 @@ __device__ __forceinline__ Column column_of(const SkvScore& args, int64_t heads,
 // Tensor cores: landmarks are the 16-row operand, queries the 8-column one. A dot product does not care for the order of
 // its terms, so lane c of a row's four lanes takes 16 contiguous bytes at 64 j + 16 c instead of the fragment's own two
 // times four: 32-byte sectors are read whole.
-template <typename T, int kDim, int kTiles>
-__global__ void __launch_bounds__(kScoreThreads)
+// kAtOnce: groups of 16 pages whose landmarks are loaded together.
+template <typename T, int kDim, int kTiles, int kAtOnce>
+__global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4 : 1)
     score_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvScore args) {
   constexpr int kSteps = kDim / 32;  // of 32 dimensions: one 16-byte load, two multiplies
   SKV_DYNAMIC_SHARED(shared);
@@ -141,26 +143,28 @@ __global__ void __launch_bounds__(kScoreThreads)
     int low_page = item.page + lane_id() < args.table_width ? table[item.page + lane_id()] : kNone;
     int high_page = item.page + 32 + lane_id() < args.table_width ? table[item.page + 32 + lane_id()] : kNone;
 
-#pragma unroll 2
-    for (int group = 0; group < kChunk / 16; ++group) {
-      int from = group < 2 ? low_page : high_page;
-      int pages[2] = {__shfl_sync(kAll, from, group % 2 * 16 + row), __shfl_sync(kAll, from, group % 2 * 16 + row + 8)};
-      int4 data[2][kSteps];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        bool wanted = pages[i] >= 0 && pages[i] < view.pages;
-        const T* source = landmarks + (static_cast<int64_t>(wanted ? pages[i] : 0) * heads + item.head) * kDim + part * 8;
+    for (int begin = 0; begin < kChunk / 16; begin += kAtOnce) {
+      int4 data[kAtOnce][2][kSteps];  // loaded before the first logit is stored, which no later load passes
+#pragma unroll
+      for (int i = 0; i < 2 * kAtOnce; ++i) {
+        int group = begin + i / 2;
+        int page = __shfl_sync(kAll, group < 2 ? low_page : high_page, group % 2 * 16 + row + i % 2 * 8);
+        bool wanted = page >= 0 && page < view.pages;
+        const T* source = landmarks + (static_cast<int64_t>(wanted ? page : 0) * heads + item.head) * kDim + part * 8;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          data[i][step] = wanted ? __ldcg(reinterpret_cast<const int4*>(source + step * 32)) : make_int4(0, 0, 0, 0);
+          data[i / 2][i % 2][step] =
+              wanted ? __ldcg(reinterpret_cast<const int4*>(source + step * 32)) : make_int4(0, 0, 0, 0);
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int i = 0; i < kAtOnce * kTiles; ++i) {
+        int group = begin + i / kTiles, tile = i % kTiles;
         float logits[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          auto& a = data[0][step];
-          auto& b = data[1][step];
+          auto& a = data[i / kTiles][0][step];
+          auto& b = data[i / kTiles][1][step];
           multiply<T>(logits, {uint32_t(a.x), uint32_t(b.x), uint32_t(a.y), uint32_t(b.y)}, query[tile][step][0],
                       query[tile][step][1]);
           multiply<T>(logits, {uint32_t(a.z), uint32_t(b.z), uint32_t(a.w), uint32_t(b.w)}, query[tile][step][2],
@@ -257,7 +261,10 @@ __global__ void __launch_bounds__(kScoreThreads)
 template <typename T, int kDim>
 int launch_score(const SkvView& view, const SkvScore& args, const Launch& where) {
   size_t shared = (2 * args.n + 1) * sizeof(int);
-  auto* kernel = args.rows * args.group <= 8 ? score_kernel<T, kDim, 1> : score_kernel<T, kDim, 2>;
+  // While the device is not full, a warp's own chain of loads is what takes the time: it loads a whole chunk at once.
+  bool few = args.blocks <= kFewBlocks;
+  auto* kernel = args.rows * args.group <= 8 ? few ? score_kernel<T, kDim, 1, kChunk / 16> : score_kernel<T, kDim, 1, 2>
+                                             : score_kernel<T, kDim, 2, 1>;
   return launch(where, kernel, dim3(args.blocks), kScoreThreads, shared, view, args);
 }
 

@@ -159,7 +159,8 @@ def score(q, landmarks, table, lo, hi, scale: float) -> Scores:
     rows_q = inner_contiguous(q.reshape(n * rows, heads, group, dim) if n else q[:, 0], "q")
     table = contiguous(table, "table", torch.int32)
     contiguous(landmarks, "landmarks")
-    blocks = min(4 * _multiprocessors(q.device), max(1, n * heads * chunks(width) // 4 + 1))
+    resident = 4 if rows * group <= 8 else 3  # blocks on a multiprocessor: more would wait for a second round
+    blocks = min(resident * _multiprocessors(q.device), max(1, n * heads * chunks(width) // 4 + 1))
     view = abi.View(
         landmarks=pointer(landmarks),
         heads=heads,
