@@ -12,9 +12,8 @@
 //   drop       slot_of of winners without a slot -> kNone
 //   barrier
 //
-// A victim's old page is resident and a winner's page is not, so no page is written twice in "hand out". The time is that
-// of dependent reads of the tables and of barriers, so both are few: a thread reads several entries at once, and what a
-// phase learns waits in shared memory for the next.
+// A victim's old page is resident and a winner's page is not, so no page is written twice in "hand out". Dependent reads
+// and barriers take the time, so a thread reads several entries at once, and what a phase learns waits in shared memory.
 #pragma once
 #include "common.cuh"
 
@@ -61,9 +60,7 @@ struct Entries {
     }
     return page >= 0 && page < view.pages ? static_cast<int>(page) : kNone;
   }
-  __device__ __forceinline__ int page(int e, const SkvView& view) const {
-    return page(request_of(e), rank_of(e), view);
-  }
+  __device__ __forceinline__ int page(int e, const SkvView& view) const { return page(request_of(e), rank_of(e), view); }
   // Place of the entry in a [n][heads][width] result.
   __device__ __forceinline__ int64_t result(int e) const {
     return (static_cast<int64_t>(request_of(e)) * heads + head) * request->width + rank_of(e);
