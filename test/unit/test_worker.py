@@ -261,6 +261,14 @@ def test_a_seed_gives_the_same_text_in_other_company():
     assert first.output_ids == second.output_ids
 
 
+def test_requests_of_a_batch_have_noise_of_their_own():
+    rig = Rig()
+    rig.prefill(request(1, seed=5), request(2, seed=6), request(3), request(4, seed=5))
+    one, two, three, four = rig.worker._noise_keys[[1, 2, 3, 4]].tolist()
+    assert one == four != 0
+    assert len({one, two, three, 0}) == 4
+
+
 # ---------------------------------------------------------------- guides
 
 
