@@ -20,8 +20,6 @@ from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, StreamTransfer, Transfe
 FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positive stamp
 LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
 POISON = 3.0e4
-# A switch of these alone keeps the page cache: to fill it again takes hundreds of steps.
-KEEPS_CACHE = {"prefetch", "prefetch_cap", "guide"}
 # Policy that decides what is launched, so that captured graphs fix it.
 CAPTURED = ("budget", "residency", "shuffle_predictions", "skip_write_through", "skip_invalidation", "check", "poison")
 
@@ -139,9 +137,7 @@ class SparseKVRuntime:
         if new.residency != self.policy.residency:
             self.cache.set_residency(new.residency)
         self.transfer = self._transfer(new.transfer, new.seed)
-        changed = {name for name in vars(new) if getattr(new, name) != getattr(self.policy, name)}
-        if not changed <= KEEPS_CACHE:
-            self.cache.limit_slots(new.cache_slots)
+        self.cache.limit_slots(new.cache_slots)  # empties it, so that each policy starts from nothing
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
         self._set_caps()
