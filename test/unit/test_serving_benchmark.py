@@ -92,11 +92,15 @@ class FakeSGLang(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
             self.end_headers()
             server.prompts.append(body["input_ids"])
+            server.arrival = time.monotonic()
             for count in range(1, body["sampling_params"]["max_new_tokens"] + 1):
                 meta = {"completion_tokens": count, "cached_tokens": 5}
                 self.wfile.write(b"data: " + json.dumps({"text": "x", "meta_info": meta}).encode() + b"\n\n")
                 self.wfile.flush()
                 time.sleep(0.001)
+                # Streams that are sent together decode together, however slow the machine is to connect them.
+                while count == 10 and time.monotonic() < server.arrival + 0.3:
+                    time.sleep(0.01)
                 with server.lock:
                     server.steps += 1
             self.wfile.write(b"data: [DONE]\n\n")
@@ -106,6 +110,7 @@ class FakeSGLang(BaseHTTPRequestHandler):
 def fake():
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeSGLang)
     server.steps, server.policies, server.prompts, server.lock = 0, [], [], threading.Lock()
+    server.arrival = 0.0
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     yield server
