@@ -1,6 +1,6 @@
 """Predictions made useless on purpose: the counters must show it, and the text must not.
 
-Two requests of about 2000 tokens decode side by side over a cache a fifth of their KV.
+Two requests of about 2000 tokens decode side by side over the smallest legal cache, a quarter of their KV.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from checks import assert_same_tokens
 from serving import Answer, Server
 from texts import question
 
-BUDGET, TOKENS = 256, 40
-SELECTION = 16 + 1 + 5
-PROMPTS = [question("records", 4600, 11000), question("code", 5400, 9000)]
-SLOTS = 2 * SELECTION + 4
+BUDGET, TOKENS = 256, 32
+SELECTION = 16 + 1 + 5  # pages: budget, sink, window with the open page
+SLOTS = 2 * (SELECTION + 1) + 16  # the capacity rule, with a budget of prefetch headroom
+PROMPTS = [question("records", 4950, 11000), question("code", 6500, 9000)]
 RUNS = {
     "honest": {},
+    "right guide": {"guide": "forced"},
     "no prefetch": {"prefetch": False},
     "frozen guide": {"guide": "frozen"},
     "shuffled predictions": {"shuffle_predictions": True},
@@ -30,7 +31,7 @@ def runs(fleet) -> dict[str, tuple[list[Answer], dict[str, int]]]:
     found = {}
     for name, policy in RUNS.items():
         server.policy(budget=BUDGET, cache_slots=SLOTS, **policy)
-        found[name] = (server.ask_all(PROMPTS, TOKENS), server.totals())
+        found[name] = (server.ask_all(PROMPTS, TOKENS, ignore_eos=True), server.totals())
     host = server.counters()["plan"]["host_tokens"] // 16
     held = sum(a.prompt_tokens for a in found["honest"][0]) // 16
     assert host >= held >= 4 * SLOTS
@@ -56,11 +57,15 @@ def test_text_does_not_depend_on_predictions(runs, sparse: Server, name: str):
 
 def test_frozen_guide_falls_to_the_level_of_the_last_set(runs, sparse: Server):
     """A guess out of sync predicts what the last step selected, and that is in the cache anyway."""
-    honest, frozen, without = (runs[name][1] for name in ("honest", "frozen guide", "no prefetch"))
-    assert honest["guide_hits"] > 0.6 * honest["guides"]
-    assert frozen["guide_hits"] < 0.2 * frozen["guides"]
-    assert missed(honest) < 0.5 * missed(without)
-    assert missed(frozen) > 0.7 * missed(without)
+    honest, right, frozen, without = (
+        runs[name][1] for name in ("honest", "right guide", "frozen guide", "no prefetch")
+    )
+    assert right["guide_hits"] == right["guides"]
+    assert honest["guide_hits"] > 0.4 * honest["guides"]
+    assert frozen["guide_hits"] < 0.1 * frozen["guides"]
+    assert missed(right) < 0.3 * missed(without)
+    assert missed(honest) < 0.75 * missed(without)
+    assert missed(frozen) > 0.8 * missed(without)
 
 
 def test_shuffled_predictions_fall_to_chance(runs, sparse: Server):
@@ -68,5 +73,5 @@ def test_shuffled_predictions_fall_to_chance(runs, sparse: Server):
     assert useful(honest) > 0.5
     # The other request's pages are right as often as pages drawn blindly: budget of the candidates.
     chance = (BUDGET // 16) / (min(a.prompt_tokens for a in runs["honest"][0]) // 16)
-    assert useful(shuffled) < 2 * chance
-    assert missed(shuffled) > 0.8 * missed(without)
+    assert useful(shuffled) < 1.5 * chance
+    assert missed(shuffled) > missed(without)

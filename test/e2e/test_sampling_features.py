@@ -36,9 +36,9 @@ GREEDY: dict[str, tuple[str, dict]] = {
     "stop string": (ANIMALS, {"stop": ["\n2.", "\n3."]}),
     "stop token": (ANIMALS, {"stop_token_ids": [30]}),
     "ignored end": (chat("Say yes."), {"ignore_eos": True}),
-    "JSON schema": (PERSON, {"json_schema": SCHEMA}),
+    "JSON schema": (PERSON, {"json_schema": SCHEMA, "max_new_tokens": 60}),
     "regular expression": (chat("When did the war end?"), {"regex": r"In (19|20)[0-9]{2}, on (May|June) [0-9]{1,2}\."}),
-    "penalties under a grammar": (PERSON, {"json_schema": SCHEMA, "frequency_penalty": 0.5}),
+    "penalties under a grammar": (PERSON, {"json_schema": SCHEMA, "frequency_penalty": 0.5, "max_new_tokens": 60}),
     "long prompt": (STORY, {"repetition_penalty": 1.1, "stop": ["clock."]}),
     # At any temperature these filters leave one token.
     "top-k 1": (STORY, {"temperature": 1.3, "top_k": 1}),
@@ -132,8 +132,7 @@ def test_a_seed_gives_one_text(sparse: Server):
 def test_samples_differ_and_the_guide_keeps_up(sparse: Server):
     """At temperature 1 an argmax guide is right in a tenth of the steps; with the noise shared it mostly is."""
     sparse.policy()
-    prompts = [STORY, POEM, ANIMALS, excerpt("tale", 900, 5000)]
-    for prompt in prompts:
+    for prompt in (STORY, ANIMALS):
         four = sparse.post_samples(prompt, 4, {"temperature": 1.0, "max_new_tokens": 33, "ignore_eos": True})
         assert len({tuple(a.ids) for a in four}) == 4
     totals = sparse.totals()
