@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Threads that spin while they wait for one another make a busy machine many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Without compiled modules, each of a server's three processes would compile SGLang and torch at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env model serve test test-all check format kernels bench lock clean
