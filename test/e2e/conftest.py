@@ -16,14 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         wanted = [*getattr(item, "fixturenames", ())]
-        wanted += [value for value in _parameters(item).values() if isinstance(value, str)]
+        if "served" in wanted and hasattr(item, "callspec"):
+            wanted.append(item.callspec.params["served"])
         return max((names.index(name) for name in wanted if name in names), default=-1)
 
     items.sort(key=place)
-
-
-def _parameters(item: pytest.Item) -> dict[str, Any]:
-    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 @pytest.fixture(scope="session")
