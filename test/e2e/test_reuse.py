@@ -8,7 +8,7 @@ fail: with one protection taken away they read what an earlier owner left.
 from __future__ import annotations
 
 import pytest
-from checks import assert_same_tokens, ids
+from checks import assert_same_tokens
 from serving import Answer, Server
 from texts import chat, excerpt
 
