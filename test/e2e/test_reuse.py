@@ -8,7 +8,7 @@ fail: with one protection taken away they read what an earlier owner left.
 from __future__ import annotations
 
 import pytest
-from checks import assert_same_tokens
+from checks import assert_same_tokens, ids
 from serving import Answer, Server
 from texts import chat, excerpt
 
@@ -88,9 +88,9 @@ def test_skipped_invalidation_is_noticed(pair: Server, cold: list[Answer]):
     pair.policy(**SMALL_CACHE, poison=True, skip_invalidation=True)
     assert host_to_cache(pair) >= 4
     answers = in_turn(pair, 3)
-    # The second text already gets pages back: those of the first one's unfinished end.
     assert answers[0].ids == cold[0].ids, "the first text has no earlier owner to read"
-    assert answers[2].ids != cold[2].ids
+    # The second text already gets pages back: those of the first one's unfinished end.
+    assert ids(answers[1:]) != ids(cold[1:])
     totals = pair.totals()
     assert min(totals[name] for name in ("evicted", "useful", "missed")) > 0
     pair.policy(**SMALL_CACHE, poison=True)
