@@ -327,9 +327,10 @@ def test_the_look_ahead_runs_for_started_requests_alone():
     assert rig.runtime.steps == 6
 
 
-def test_short_requests_start_without_a_guess():
+@pytest.mark.parametrize("limit", [0, LOOK_AHEAD_MIN_TOKENS - 1])
+def test_short_requests_start_without_a_guess(limit):
     rig = Rig()
-    rig.prefill(request(3, max_new_tokens=LOOK_AHEAD_MIN_TOKENS - 1))
+    rig.prefill(request(3, max_new_tokens=limit))
     rig.decode()
     step = rig.target.forwards[-1]
     assert len(rig.target.forwards) == 2, "prefill and step"
@@ -357,6 +358,13 @@ def test_a_slot_prefilled_but_never_decoded_is_forgotten():
     rig.decode()
     assert [len(forward.req_pool_indices) for forward in rig.target.forwards] == [1, 1, 1, 1, 1]
     assert rig.worker._started == set()
+
+
+def test_requests_without_a_limit_start_with_a_guess():
+    rig = Rig()
+    rig.prefill(request(3, max_new_tokens=None))
+    rig.decode()
+    assert rig.runtime.hits == [[True]]
 
 
 def test_a_short_request_in_a_fresh_slot_is_not_taken_for_its_last_owner():

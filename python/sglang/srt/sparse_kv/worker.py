@@ -293,8 +293,8 @@ class DualDecodeWorker(BaseSpecWorker):
             sampling.couple(batch.sampling_info, keys)
         for req, param in zip(batch.reqs, params, strict=True):
             self._started.discard(req.req_pool_idx)
-            left = (param.max_new_tokens or LOOK_AHEAD_MIN_TOKENS) - len(req.output_ids)
-            if self.rows == 2 and left >= LOOK_AHEAD_MIN_TOKENS:
+            limit = param.max_new_tokens
+            if self.rows == 2 and (limit is None or limit - len(req.output_ids) >= LOOK_AHEAD_MIN_TOKENS):
                 self._started.add(req.req_pool_idx)
 
     def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
