@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from cache_rig import DIM, FULL, PAGES, clock, make_cache, rows
+from sglang.srt.sparse_kv.geometry import resident_layers
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError
-from sglang.srt.sparse_kv.page_cache import PageCache, resident_layers
+from sglang.srt.sparse_kv.page_cache import PageCache
 
 
 def units(*requests) -> torch.Tensor:

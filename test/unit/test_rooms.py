@@ -13,9 +13,10 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 
 # From the bottom up. A room may import its own floor and those below.
 FLOORS = (
-    {"config", "geometry"},
+    {"config", "geometry", "devices"},
     {"ops", "csrc"},
     {"page_cache", "transfer", "policy", "step", "metrics"},
+    {"cost"},
     {"planner"},
     {"schedule"},
     {"runtime"},

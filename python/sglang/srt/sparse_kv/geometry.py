@@ -1,11 +1,16 @@
-"""Shapes that every room agrees on: the model's KV geometry and the selection's page arithmetic."""
+"""Shapes that every room agrees on: the model's KV geometry and the selection's page arithmetic.
+
+Imports no torch: `sglang-sparse-kv plan` does this arithmetic, too, and answers at once.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Geometry:
     num_pages: int
     max_pages: int
     max_requests: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # for arithmetic alone, anything with an itemsize
     landmark_dtype: torch.dtype
 
     @property
@@ -90,5 +95,20 @@ class SelectionShape:
         the window are forced; lo == hi when there is none.
         """
         hi = (length + 1 - self.window).clamp(min=0) // self.page_size
-        lo = torch.full_like(hi, self.sink_pages)
-        return torch.minimum(lo, hi), hi
+        return hi.clamp(max=self.sink_pages), hi
+
+
+def resident_layers(residency: Any, num_layers: int) -> frozenset[int]:
+    """Layers that keep their slots between steps.
+
+    residency: "all", "none", a fraction of the layers (the first ones), or a list of layer numbers.
+    Raises ValueError on anything else.
+    """
+    share = {"all": 1.0, "none": 0.0}.get(residency, residency) if isinstance(residency, str) else residency
+    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
+        return frozenset(range(round(share * num_layers)))
+    if isinstance(share, (list, tuple)) and all(type(i) is int and 0 <= i < num_layers for i in share):
+        return frozenset(share)
+    raise ValueError(
+        f'residency must be "all", "none", a fraction, or a list of layers below {num_layers}, got {residency!r}'
+    )

@@ -10,25 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.sparse_kv.geometry import Geometry
+from sglang.srt.sparse_kv.geometry import Geometry, resident_layers
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, LayerView
-
-
-def resident_layers(residency: Any, num_layers: int) -> frozenset[int]:
-    """Layers that keep their slots between steps.
-
-    residency: "all", "none", a fraction of the layers (the first ones), or a list of layer numbers.
-    Raises ValueError on anything else.
-    """
-    share = {"all": 1.0, "none": 0.0}.get(residency, residency) if isinstance(residency, str) else residency
-    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
-        return frozenset(range(round(share * num_layers)))
-    if isinstance(share, (list, tuple)) and all(type(i) is int and 0 <= i < num_layers for i in share):
-        return frozenset(share)
-    raise ValueError(
-        f'residency must be "all", "none", a fraction, or a list of layers below {num_layers}, got {residency!r}'
-    )
 
 
 class Buffer:

@@ -1,0 +1,139 @@
+"""The cost model: against what was measured on the H200, and shapes that hold whatever the figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.sparse_kv import cost, devices
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
+HALF = SimpleNamespace(itemsize=2)
+H200 = devices.find("NVIDIA H200")
+SHAPE = SelectionShape(16, 128, 1, 64)
+EIGHT_B = Geometry(32, 8, 4, 128, 16, 45776, 2080, 55, HALF, HALF)  # type: ignore[arg-type]
+
+
+def load(rows: int = 2, scoped: int = 0, geometry: Geometry = EIGHT_B) -> cost.Load:
+    return cost.Load(geometry, SHAPE, int(13.812 * 2**30), rows, scoped)
+
+
+def measured() -> list[dict]:
+    found = json.loads((RESULTS / "2026-11-29-h200-serving-32k.json").read_text())["cells"]
+    return [cell for cell in found if "tokens_per_second" in cell]
+
+
+@pytest.mark.parametrize("cell", measured(), ids=lambda c: f"{c['variant']}-{c['policy']}-{c['streams']}")
+def test_measured_throughput_given_the_measured_misses(cell):
+    """The model's latencies were read off these very runs, so this tests its form, not a prediction."""
+    requests = cell["streams"]
+    if cell["variant"] == "dense":
+        seconds = cost.dense_seconds(load(), H200, requests, cell["length"])
+    else:
+        steps, total = cell["counters"]["steps"], cell["counters"]["total"]
+        missed = total["missed"] / steps * EIGHT_B.unit_bytes
+        moved = cost.Transfers(missed, max(0.0, total["bytes_in"] / steps - missed))
+        if cell["policy"] == "oracle":
+            moved = cost.NOTHING
+        ahead = cell["policy"] != "on_demand"
+        seconds = cost.step_seconds(load(), H200, requests, cell["length"], moved, prefetch=ahead)
+    ratio = requests / seconds / cell["tokens_per_second"]
+    assert 1 / 1.2 < ratio < 1.2
+    assert 0.94 < ratio < 1.06, "docs/sizing.md says within 6 %"
+
+
+def test_there_are_measurements_of_each_kind():
+    kinds = {(cell["variant"], cell["policy"], cell["streams"]) for cell in measured()}
+    assert {("sparse", "default", 22), ("sparse", "on_demand", 16), ("sparse", "oracle", 1)} <= kinds
+    assert any(variant == "dense" for variant, _, _ in kinds)
+
+
+LOADS = st.builds(load, rows=st.sampled_from([1, 2]), scoped=st.sampled_from([0, 16, 32]))
+REQUESTS, CONTEXTS, SLOTS = st.integers(1, 200), st.integers(1, 200_000), st.integers(1, 100_000)
+CURVES = st.sampled_from(cost.CURVES)
+
+
+@given(LOADS, CURVES, REQUESTS, CONTEXTS, SLOTS, st.integers(0, 50_000))
+def test_more_slots_are_never_slower(load, curve, requests, context, slots, more):
+    def speed(slots):
+        return cost.tokens_per_second(load, H200, curve, requests, context, slots)
+
+    assert speed(slots + more) >= speed(slots) * (1 - 1e-12)
+
+
+@given(st.sampled_from([0, 16, 32]), REQUESTS, CONTEXTS, SLOTS)
+def test_the_low_curve_is_never_slower_than_the_high_one(scoped, requests, context, slots):
+    two_rows = load(scoped=scoped)
+    low, high = (cost.tokens_per_second(two_rows, H200, curve, requests, context, slots) for curve in cost.CURVES)
+    assert low >= high * (1 - 1e-12)
+
+
+@given(LOADS, CURVES, REQUESTS, CONTEXTS, SLOTS)
+def test_a_step_is_never_faster_than_the_link(load, curve, requests, context, slots):
+    moved = cost.transfers(load, curve, requests, context, slots)
+    assert moved.missed >= 0 and moved.ahead >= 0
+    assert moved.missed + moved.ahead <= load.selected_bytes(requests, context) * (1 + 1e-9)
+    assert cost.step_seconds(load, H200, requests, context, moved) >= (moved.missed + moved.ahead) / H200.link
+
+
+@given(CURVES, st.floats(0.01, 1000), st.floats(1.0, 10))
+def test_miss_shares_are_shares_and_fall(curve, ratio, factor):
+    here, further = cost.miss_share(curve, ratio), cost.miss_share(curve, ratio * factor)
+    assert 0 < further <= here <= 1
+
+
+@pytest.mark.parametrize("curve", cost.CURVES)
+def test_a_miss_curve_goes_through_its_measured_points(curve):
+    for ratio, share in curve.demand:
+        assert cost.miss_share(curve, ratio) == pytest.approx(share)
+
+
+def test_whole_contexts_in_the_cache_move_nothing():
+    slots = 4 * load().pages(8192)
+    assert cost.transfers(load(), cost.HIGH, 4, 8192, slots) == cost.NOTHING
+    assert cost.transfers(load(), cost.HIGH, 4, 8192, slots - 1) != cost.NOTHING
+
+
+def test_without_residency_the_link_sets_the_pace():
+    """268 MB and the forced pages a request and step, whatever the batch."""
+    speeds = [cost.tokens_per_second(load(scoped=32), H200, cost.LOW, n, 32768, 1000) for n in (8, 16, 32)]
+    bound = H200.link / load().selected_bytes(1, 32768)
+    assert all(speed <= bound for speed in speeds) and speeds[-1] > 0.6 * bound
+
+
+def test_a_chunk_hides_its_prefix():
+    chunk = cost.smallest_chunk(load(), H200)
+    one_kv_head_a_query = dataclasses.replace(EIGHT_B, kv_heads=32, group=1)
+    assert 1000 < chunk < 8192 < cost.smallest_chunk(load(geometry=one_kv_head_a_query), H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA H200", None, "H200"),
+        ("NVIDIA H100 80GB HBM3", None, "H100"),
+        ("NVIDIA A100-SXM4-40GB", 40, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 80, "A100-80GB"),
+        ("NVIDIA A100-PCIE", 39, "A100-40GB"),
+        ("a100-40gb", None, "A100-40GB"),
+        ("NVIDIA L40S", None, "L40S"),
+        ("NVIDIA L4", None, "L4"),
+        ("NVIDIA A10G", None, "A10"),
+        ("NVIDIA GeForce RTX 4090", None, "RTX 4090"),
+        ("Tesla T4", None, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name, gib, found):
+    device = devices.find(name, gib and gib << 30)
+    assert (device and device.name) == found
+
+
+def test_one_gpu_was_measured_and_the_rest_say_so():
+    assert [device.name for device in devices.DEVICES if device.measured] == ["H200"]
+    assert devices.stand_in(24 << 30).memory < 26e9
