@@ -76,9 +76,12 @@ class Llama:
         self.inv_freq, self.rope_scale = _frequencies(checkpoint, rope)
 
     @torch.inference_mode()
-    def hidden_states(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the residual stream before the first layer and after each layer, [tokens, hidden]."""
-        positions = torch.arange(len(ids), dtype=torch.float32)
+    def hidden_states(self, ids: torch.Tensor, first: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the residual stream before the first layer and after each layer, [tokens, hidden].
+
+        first: position of the first token; only a subclass whose `attend` knows what lies before gives another than 0.
+        """
+        positions = torch.arange(first, first + len(ids), dtype=torch.float32)
         angles = torch.outer(positions, self.inv_freq).to(self.device)
         cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
         stream = F.embedding(ids.to(self.device), self._get("model.embed_tokens.weight"))
@@ -94,13 +97,19 @@ class Llama:
         for rows in stream.split(_ROWS):
             yield F.linear(self._norm(rows, "model.norm.weight"), head).to(self.wide)
 
-    def last_stream(self, ids: torch.Tensor) -> torch.Tensor:
-        """The residual stream after the last layer, [tokens, hidden]."""
+    def last_stream(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The residual stream after the last layer, [tokens, hidden]. first: as in `hidden_states`."""
         stream = None
-        for state in self.hidden_states(ids):
+        for state in self.hidden_states(ids, first):
             stream = state
         assert stream is not None
         return stream
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention of one layer. q [heads, tokens, D]; k, v [kv_heads, tokens, D]. Returns q's shape."""
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
     def _get(self, name: str) -> torch.Tensor:
         return self.checkpoint.get(name).to(self.device, self.dtype)
@@ -120,10 +129,7 @@ class Llama:
             for name in "qkv"
         )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        group = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        attended = attended.transpose(0, 1).flatten(1)
+        attended = self.attend(layer, q, k, v).transpose(0, 1).flatten(1)
         stream = stream + F.linear(attended, self._get(prefix + "self_attn.o_proj.weight"))
         del q, k, v, attended
         gate, up, down = (self._get(prefix + f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
