@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
-from benchmark.quality.scores import SCORES, exact, gauss, mean
+from benchmark.quality.scores import SCORES, exact, gauss, mean, tangent
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
 
-TOKENS, TAIL = 150, 24
+TOKENS, TAIL = 152, 24
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,19 @@ def test_gauss_is_exact_to_second_order():
     rand = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 16, 1, generator=rand)  # one dimension: the diagonal is the whole covariance
     q = torch.randn(2, 2, 5, 1, generator=rand) * 0.05
-    expected = exact(q, keys) - torch.tensor(16.0).log()
-    torch.testing.assert_close(gauss(q, keys), expected, rtol=0, atol=2e-4)
-    assert not torch.allclose(mean(q, keys), expected, rtol=0, atol=5e-4)
+    closing = torch.zeros(2, 2, 3, 1)
+    expected = exact(q, keys, closing) - math.log(16)
+    torch.testing.assert_close(gauss(q, keys, closing), expected, rtol=0, atol=2e-4)
+    assert not torch.allclose(mean(q, keys, closing), expected, rtol=0, atol=5e-4)
+
+
+def test_tangent_touches_at_the_closing_query_and_lies_below():
+    rand = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 3, 16, 8, generator=rand)
+    closing = torch.randn(2, 1, 3, 8, generator=rand)
+    below = exact(closing, keys, closing) - math.log(16) - tangent(closing, keys, closing)  # [2, 1, 3, 3]
+    torch.testing.assert_close(below.diagonal(dim1=2, dim2=3), torch.zeros(2, 1, 3), rtol=0, atol=1e-5)
+    assert bool((below > -1e-5).all()) and below.max() > 0.1
 
 
 def test_a_prefilled_context_is_found_again(checkpoint, context, tmp_path):
