@@ -104,6 +104,47 @@ def test_row1_sees_its_own_token(engine):
     assert torch.equal(out[:, 0], other[:, 0])
 
 
+@pytest.mark.parametrize(("rows", "heads", "group", "dim"), [(2, 2, 4, 128), (2, 3, 5, 64), (1, 2, 8, 128)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, fused):
+    """Score and resolve leave the page table and the queries that the kernel of attention's own would make."""
+    counts, width, pages = [1, 37, 0, 20, 33], 40, 150
+    view = make_layer(3, engine.device, heads, 230, pages, 16, dim, torch.float16, resident=0.5)
+    random = torch.Generator().manual_seed(rows)
+    n, to = len(counts), lambda t: t.to(engine.device)
+    chosen = torch.full((n, heads, width), -1, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        for head in range(heads):
+            chosen[i, head, :count] = (torch.randperm(pages - 1, generator=random)[:count] + 1).to(torch.int32)
+    num_pages, last = torch.tensor(counts, dtype=torch.int32), torch.randint(1, 17, (n,), generator=random)
+    q = torch.randn((n, rows, heads, group, dim), generator=random).half()
+    if fused:  # a slice of a projection that also holds keys and values
+        whole = torch.zeros((n * rows, (heads + 2) * group * dim), dtype=torch.float16, device=engine.device)
+        whole[:, : heads * group * dim] = to(q).view(n * rows, -1)
+        q_dev = whole[:, : heads * group * dim].unflatten(0, (n, rows)).unflatten(2, (heads, group, dim))
+    else:
+        q_dev = to(q)
+    own = [torch.randn((n, heads, dim), generator=random).half() for _ in range(2)] if rows == 2 else [None, None]
+    own = [None if t is None else to(t) for t in own]
+    table = torch.zeros((n, width), dtype=torch.int32, device=engine.device)
+    bound = torch.zeros((n, rows), dtype=torch.int64, device=engine.device)
+    step = torch.tensor([40], dtype=torch.int32, device=engine.device)
+
+    inputs = cuda.attend_inputs(q_dev, view, to(last), width, 0.125)
+    cuda.score(q_dev, view.landmarks, table, bound, bound, 0.125, inputs)
+    slots, _ = cuda.resolve(view, to(chosen), None, step, inputs=inputs, num_pages=to(num_pages), move=True)
+    used = sum(max(count, 1) for count in counts) * heads
+    plan = inputs.plan
+    ours = [plan.indptr.clone(), plan.indices[:used].clone(), plan.last_page.clone()]
+    ordered = inputs.ordered.clone()
+    got = cuda.attend(q_dev, *own, view, slots, to(num_pages), to(last), 0.125, inputs)
+    expected = cuda.attend(q_dev, *own, view, slots, to(num_pages), to(last), 0.125)
+    for mine, theirs in zip(ours, (plan.indptr, plan.indices[:used], plan.last_page), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(ordered.cpu(), q.permute(0, 2, 1, 3, 4).reshape(n * heads, rows * group, dim))
+    assert torch.equal(got[num_pages > 0], expected[num_pages > 0])
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill_blocks(gpu, causal):
     pytest.importorskip("flashinfer", reason="needs FlashInfer")

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from layers import copied, copy_of, make_layer, same_tables
+from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
 from sglang.srt.sparse_kv.ops import cuda, reference
-from sglang.srt.sparse_kv.ops.reference import Fetch
+from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 STEP = 40
@@ -85,6 +85,51 @@ def test_write_token(engine):
     assert torch.equal(view.kv.cpu(), expected.kv)
     assert torch.equal(view.host, expected.host)
     same_landmarks(view.landmarks, expected.landmarks)
+
+
+@pytest.mark.parametrize("plans", [1, 2])
+def test_prefetches_beside_an_append(engine, plans):
+    """One launch edits three tables as three calls would."""
+    heads, n = 3, 4
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    for seed in range(3):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, heads, 16, 40, resident=0.9)
+        others = [make_layer(10 + seed + i, engine.device, heads, 20, 40, resident=0.8) for i in range(plans)]
+        page, offset = torch.tensor([3, 9, 12, 20]), torch.tensor([0, 15, 1, 7])
+        active = torch.tensor([True, True, False, True])
+        k, v, k_dev, v_dev = tokens_of(seed, n, heads, 64, torch.bfloat16, engine.device)
+        step, cap = torch.tensor([STEP], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+        table = torch.stack([torch.randperm(39)[:20] + 1 for _ in range(n)]).to(torch.int32)
+        store, index, closed = (
+            random_selection(seed, 6, heads, 7, 20),
+            torch.tensor([4, 1, 0, 5]),
+            torch.tensor([20, 9, 0, 15]),
+        )
+        before, expected = [copy_of(x) for x in (view, *others)], [copy_of(x) for x in (view, *others)]
+        on_cpu = [Prefetch(x, store, step - i, cap, table, closed, index) for i, x in enumerate(expected[1:])]
+        reference.append(expected[0], k, v, page, offset, active, step, reference.gather, beside=on_cpu)
+        there = [to(t) for t in (cap, table, closed, index)]
+        ours = [Prefetch(x, to(store), to(step - i), *there) for i, x in enumerate(others)]
+        cuda.append(view, k_dev, v_dev, to(page), to(offset), to(active), to(step), beside=ours)
+        workspace(engine.device).check()
+        for got, wanted, was in zip((view, *others), expected, before, strict=True):
+            same_tables(got, wanted, was)
+        for mine, theirs in zip(ours, on_cpu, strict=True):
+            same_fetch(mine.view, mine.fetch, theirs.fetch)
+            assert int(theirs.fetch.count) > 0
+            cuda.gather(mine.view, mine.fetch)
+            copied(mine.view, mine.fetch)
+        assert workspace(engine.device).cursor.tolist() == [0] * 6
+
+
+def test_no_more_prefetches_than_a_launch_holds(engine):
+    view = make_layer(0, engine.device)
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
+    k = torch.zeros((1, 2, 64), dtype=torch.bfloat16, device=engine.device)
+    plan = Prefetch(view, torch.full((1, 2, 3), -1, dtype=torch.int32, device=engine.device), ints(STEP), ints(1))
+    with pytest.raises(ValueError, match="at most 2"):
+        cuda.append(view, k, k, ints(1), ints(0), ints(1).bool(), ints(STEP), beside=[plan] * 3)
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

@@ -10,7 +10,9 @@ import torch
 from layers import copied, copy_of, make_layer, random_selection, same_tables
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import build, cuda, launching, reference
+from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
+from sglang.srt.sparse_kv.transfer import StreamTransfer
 
 HEADS, GROUP, DIM, PAGE, ROWS = 2, 4, 128, 16, 2
 SCALE = DIM**-0.5
@@ -18,7 +20,9 @@ SHAPE = SelectionShape.from_tokens(PAGE, 256, 16, 64)
 
 
 class LayerStep:
-    """append, score, select, resolve with its copies and a prefetch beside them, from static inputs."""
+    """append with another layer's prefetch on a branch beside score and select, resolve with its copies, from static
+    inputs.
+    """
 
     def __init__(self, gpu, n: int, max_pages: int, seed: int = 0):
         self.n, self.gpu = n, gpu
@@ -33,28 +37,40 @@ class LayerStep:
         self.active = torch.ones(n, dtype=torch.bool, device=gpu)
         self.clock = torch.full((1,), 50, dtype=torch.int32, device=gpu)
         self.cap = torch.full((1,), 6, dtype=torch.int32, device=gpu)
-        self.side = torch.cuda.Stream(gpu)
+        # Another layer, whose prefetch is planned beside the append.
+        self.other = make_layer(seed + 1, gpu, HEADS, n * (SHAPE.width + 2) + 40, pages, PAGE, DIM, torch.float16)
+        self.predicted = torch.full((n + 1, HEADS, SHAPE.budget_pages), -1, dtype=torch.int32, device=gpu)
+        self.rows = torch.arange(1, n + 1, device=gpu)
+        self.transfer = StreamTransfer(gpu)
 
     def run(self):
         self.clock += 1
         lo, hi = SHAPE.candidate_bounds(self.length[:, None] + torch.arange(ROWS, device=self.gpu))
         logical = self.length // PAGE
         page = self.table.gather(1, logical[:, None])[:, 0]
-        open_slots = cuda.append(
-            self.view, self.k[:, 0], self.v[:, 0], page, self.length % PAGE, self.active, self.clock
-        )
-        scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
-        chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages)
-        slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True)
         closed = torch.where(self.active, logical, 0)
-        ahead = cuda.plan_prefetch(
-            self.view, chosen.predicted, None, self.clock, self.cap, table=self.table, closed=closed
-        )
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            cuda.gather(self.view, ahead)
-        torch.cuda.current_stream().wait_stream(self.side)
-        return open_slots, chosen, slots, ahead
+        plan = Prefetch(self.other, self.predicted, self.clock, self.cap, self.table, closed, self.rows)
+        kept = torch.empty_like(self.predicted)
+        with self.transfer.branch():
+            open_slots = cuda.append(
+                self.view,
+                self.k[:, 0],
+                self.v[:, 0],
+                page,
+                self.length % PAGE,
+                self.active,
+                self.clock,
+                beside=[plan],
+            )
+            self.transfer.submit(0, lambda: cuda.gather(self.other, plan.fetch))
+        scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
+        chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, (kept, self.rows))
+        self.transfer.join_branch()
+        slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True)
+        self.transfer.join_all()
+        self.predicted[1:] = kept[1:]
+        chosen.predicted = self.predicted
+        return open_slots, chosen, slots, plan.fetch
 
     def set_inputs(self, seed: int):
         # Lengths jump from call to call, where real ones grow: of an open page left behind, the cache holds only the
@@ -77,7 +93,8 @@ class LayerStep:
         _, chosen, slots, ahead = out
         workspace(self.gpu).check()
         assert int(cuda.check(self.view)) == 0
-        copied(self.view, ahead)
+        assert int(cuda.check(self.other)) == 0
+        copied(self.other, ahead)
         state = copy_of(self.view)
         pages = chosen.pages.cpu()
         used = pages >= 0
@@ -127,6 +144,7 @@ def test_a_captured_step_equals_an_eager_one(only_gpu, n, overlap, monkeypatch):
             assert torch.equal(getattr(out[1], name), getattr(expected[1], name)), name
         for name in ("stamp", "ahead", "counters", "landmarks"):
             assert torch.equal(getattr(captured.view, name), getattr(eager.view, name)), name
+            assert torch.equal(getattr(captured.other, name), getattr(eager.other, name)), f"{name} of the other layer"
 
 
 def test_nothing_waits_for_the_device(only_gpu):

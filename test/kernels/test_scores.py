@@ -7,6 +7,7 @@ import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, reference
 from sglang.srt.sparse_kv.ops.reference import NONE
+from sglang.srt.sparse_kv.ops.workspace import workspace
 
 # float32 sums in another order, over up to 128 products and 6250 pages.
 SCORE_TOLERANCE = 2e-5
@@ -167,6 +168,41 @@ def test_one_row(engine):
     got = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
     assert torch.equal(got.pages.cpu(), expected.pages)
     assert torch.equal(got.predicted.cpu(), expected.predicted)
+
+
+def test_predictions_go_to_rows_of_their_own(engine):
+    q, landmarks, table, length, active, shape = batch(
+        5, engine.device, [1500, 90, 0], 2, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+    )
+    active[2] = False
+    lo, hi = bounds(shape, length, active, 2)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1)
+    alone = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    store = torch.full((5, 3, 2, shape.budget_pages + 4), 7, dtype=torch.int32, device=engine.device)
+    rows = torch.tensor([4, 1, 0], device=engine.device)
+    kept = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, (store[:, 1], rows))
+    assert kept.predicted is None and torch.equal(kept.pages, alone.pages)
+    assert torch.equal(store[rows, 1, :, : shape.budget_pages], alone.predicted)
+    store[rows, 1, :, : shape.budget_pages] = 7
+    assert bool((store == 7).all()), "something else was written"
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (96, torch.float32)])
+def test_more_chunks_than_warps(engine, dim, dtype, monkeypatch):
+    """Chunks that nobody has taken yet go to whoever is free: the results of a launch that needs no second round."""
+    q, landmarks, table, length, active, shape = batch(
+        6, engine.device, [3000, 2900], 2, 2, 2, dim, dtype, dtype, 8, 256
+    )
+    lo, hi = bounds(shape, length, active, 2)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    wide = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
+    for seed in range(3):
+        engine.seed(seed)
+        narrow = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+        assert torch.equal(narrow, wide)
+        assert workspace(engine.device).tickets.tolist() == [0, 0]
 
 
 def test_page_tables(engine):

@@ -108,6 +108,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
     runtime.transfer = transfer = DelayedTransfer()
     flying: dict[int, list] = {}  # (view, fetch) of each buffer
     operations: list[str] = []
+    beside: list = []
 
     def landed(view) -> bool:
         return not transfer.in_flight(
@@ -125,6 +126,9 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
                 mine.clear()
             if name in ("plan_prefetch", "install"):
                 mine.append(found)
+            for plan in kwargs.get("beside", ()):
+                flying.setdefault(plan.view.kv.data_ptr(), []).append(plan.fetch)
+                beside.append(plan)
             for fetch in mine:
                 page, head, slot, _ = fetch.units[: int(fetch.count)].long().unbind(1)
                 assert torch.equal(view.page_of[head, slot].long(), page), f"{name} took a slot with a copy in flight"
@@ -139,7 +143,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
         rig.decode([1])
         assert not transfer.pending, "a copy outlives its forward"
     rig.extend({1: 20})
-    assert not transfer.pending and set(operations) == names
+    assert not transfer.pending and set(operations) == names and beside
 
 
 @pytest.mark.parametrize("residency", ["all", "none", [1]])

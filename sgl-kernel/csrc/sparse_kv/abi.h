@@ -34,12 +34,15 @@ struct SkvView {
   int64_t landmark_dtype;
 };
 
+// Tables that one launch may edit: that of an append, and of two prefetches beside it.
+constexpr int64_t SKV_JOBS = 3;
+
 // Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order.
 struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
-  int32_t* cursor;  // [2] zero between calls: units handed out, blocks finished
+  int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks finished
   int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
-  int32_t* list;    // [heads][list_width] entries that won their unit, where shared memory is too small
+  int32_t* list;    // [SKV_JOBS][heads][list_width] entries that won their unit, where shared memory is too small
   int32_t* rows;    // [heads][list_width][4] units that append fetches, or that resolve brings again
   const int32_t* skip;  // [1] nonzero: copy no unit (the measurement of what transfers cost)
   const int32_t* miss_rate;  // [1] for measurements: resolve with `move` brings this share of hits again, in millionths
@@ -61,6 +64,11 @@ struct SkvResolve {
   int32_t* count;         // [1] result
   const int32_t* step;    // [1]
   const int32_t* cap;     // [1] prefetch: units per request and head, negative for none at all
+  SkvInts num_pages;      // [n] for the page table below
+  SkvInts last_tokens;    // [n] likewise
+  int32_t* indptr;        // [n * heads + 1] the page table of attention, as in SkvAttend, or null
+  int32_t* indices;       // [n * heads * width]
+  int32_t* last_page;     // [n * heads]
   int64_t n;
   int64_t width;
   int64_t mode;   // 0 resolve, 1 prefetch, 2 install
@@ -92,6 +100,8 @@ struct SkvScore {
   SkvInts hi;
   float* logits;    // [n][rows][heads][group][table_width] base-2 logits, written inside the bounds
   float* partials;  // [n][rows][heads][group][chunks][2] maximum and sum of each chunk of pages
+  void* q_out;      // [n * heads][rows * group][head_dim] the queries in attention's order, or null
+  int32_t* tickets;  // [2] zero between calls: chunks handed out beyond the first of each warp, blocks finished
   double scale;
   int64_t n;
   int64_t rows;
@@ -112,7 +122,10 @@ struct SkvSelect {
   const uint8_t* active;   // [n]
   int32_t* pages;          // [n][heads][width]
   int32_t* num_pages;      // [n]
-  int32_t* predicted;      // [n][heads][budget]
+  int32_t* predicted;      // [n][heads][budget], or rows of a larger array by `keep`
+  SkvInts keep;            // [n] row of `predicted` for each request; null data: row i
+  int64_t keep_stride;     // of rows
+  int64_t keep_stride_head;
   uint32_t* keys;          // [n][rows][heads][table_width] scratch, or null: shared memory
   int64_t n;
   int64_t rows;

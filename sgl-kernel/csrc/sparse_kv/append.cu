@@ -1,6 +1,8 @@
 // Row 0's token: its open unit made resident, K/V written to the slot and through to the host, landmark at page close.
 #include "mover.cuh"
-#include "tables.cuh"
+#include "prefetch.cuh"
+
+#include <utility>
 
 namespace skv {
 
@@ -54,13 +56,25 @@ __device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& 
   }
 }
 
+// Prefetches of other layers, planned by blocks of the same launch: as other tables, they are nobody's neighbours, and
+// beside an append they take no time.
+struct Beside {
+  SkvView view[SKV_JOBS - 1];
+  SkvResolve request[SKV_JOBS - 1];
+};
+
 __global__ void __launch_bounds__(kMaxThreads, 1)
     append_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
-                  const __grid_constant__ SkvAppend args) {
+                  const __grid_constant__ SkvAppend args, const __grid_constant__ Beside beside) {
   __shared__ TableScratch scratch;
   begin_tally(scratch);
   wait_for_previous_kernel();
-  int head = blockIdx.x, step = *args.step;
+  int head = blockIdx.x % static_cast<int>(view.heads), job = blockIdx.x / static_cast<int>(view.heads);
+  if (job > 0) {
+    plan_head(beside.view[job - 1], work, beside.request[job - 1], head, job, scratch);
+    return;
+  }
+  int step = *args.step;
   SkvResolve request{};
   request.pages = args.page;
   request.tokens = args.offset;
@@ -73,9 +87,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   auto* units = reinterpret_cast<int4*>(work.rows);
 
   if (claim_selection(view, entries, step, false, true, args.slots, scratch)) {
-    int* list = work.list + head * work.list_width;
-    hand_out(view, entries, work, step, kResolve, true, list, units, nullptr, static_cast<int>(head * work.list_width),
-             scratch);
+    hand_out(view, entries, work, step, kResolve, true, list_of(view, work, 0, head), units, nullptr,
+             static_cast<int>(head * work.list_width), scratch);
     write_slots(view, entries, args.slots, scratch);
     // The committed tokens of a page that comes back: few units, few bytes, and the write below must come after them.
     move_plain(view, UnitRows{units, scratch.first, 1, *work.skip ? 0 : scratch.kept}, nullptr);
@@ -147,8 +160,19 @@ __global__ void __launch_bounds__(256)
 
 using namespace skv;
 
-SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvAppend* args, const Launch* where) {
-  return launch(*where, append_kernel, dim3(view->heads), kMaxThreads, 0, *view, *work, *args);
+// The prefetches are optional, the second only with the first.
+SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvAppend* args, const SkvView* first_view,
+                          const SkvResolve* first, const SkvView* second_view, const SkvResolve* second,
+                          const Launch* where) {
+  Beside beside{};
+  unsigned jobs = 1;
+  for (auto [other, request] : {std::pair{first_view, first}, std::pair{second_view, second}}) {
+    if (request == nullptr) break;
+    beside.view[jobs - 1] = *other;
+    beside.request[jobs - 1] = *request;
+    ++jobs;
+  }
+  return launch(*where, append_kernel, dim3(jobs * view->heads), kMaxThreads, 0, *view, *work, *args, beside);
 }
 
 SKV_EXPORT int skv_write_token(const SkvView* view, const SkvAppend* args, const Launch* where) {

@@ -168,8 +168,8 @@ template <typename... Params, typename... Args>
 int launch(const Launch& where, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {
   if (grid.x * grid.y * grid.z == 0) return 0;
   cudaError_t status = cudaSetDevice(where.device);
-  // A block may have 48 KB without asking, of which the kernels' own variables take a part.
-  if (status == cudaSuccess && shared > 16 * 1024)
+  // A block has 48 KB without asking, of which a kernel's own variables may take nearly all.
+  if (status == cudaSuccess && shared > 0)
     status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(shared));
   if (status != cudaSuccess) return status;

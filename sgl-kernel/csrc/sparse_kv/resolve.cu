@@ -1,6 +1,6 @@
 // Slots for a true selection, for predicted pages and for a prefill chunk's pages; clearing entries; checking tables.
 #include "mover.cuh"
-#include "tables.cuh"
+#include "prefetch.cuh"
 
 namespace skv {
 
@@ -33,6 +33,27 @@ __device__ __forceinline__ void force_misses(const SkvView& view, const Entries&
   __syncthreads();
 }
 
+// The page table that attention reads: of each (request, head) the slots of its pages. A padded row shows one page, so
+// that no kernel downstream needs to know of empty sequences. Each warp takes 32 pages of a request at a time.
+__device__ __forceinline__ void write_page_table(const SkvView& view, const SkvResolve& request, int head) {
+  int heads = static_cast<int>(view.heads), requests = static_cast<int>(request.n);
+  int width = static_cast<int>(request.width), parts = (width + 31) / 32;
+  for (int item = warp_id(); item < requests * parts; item += blockDim.x >> 5) {
+    int n = item / parts, c = item % parts * 32 + lane_id();
+    const int32_t* slots = request.slots + (static_cast<int64_t>(n) * heads + head) * width;
+    int slot = c < width ? __ldcg(slots + c) : 0;
+    int pages = static_cast<int>(get(request.num_pages, n)), shown = max(pages, 1), before = 0;
+    for (int i = lane_id(); i < n; i += 32) before += max(static_cast<int>(get(request.num_pages, i)), 1);
+    int first = __reduce_add_sync(kAll, before) * heads + head * shown;
+    bool known = c < pages && slot >= 0 && slot < view.slots;
+    if (c < shown) request.indices[first + c] = head * static_cast<int>(view.slots) + (known ? slot : 0);
+    if (c != 0) continue;
+    request.indptr[n * heads + head] = first;
+    if (n == requests - 1 && head == heads - 1) request.indptr[requests * heads] = first + shown;
+    request.last_page[n * heads + head] = pages > 0 ? static_cast<int>(get(request.last_tokens, n)) : 1;
+  }
+}
+
 template <bool kBulk>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     resolve_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
@@ -44,25 +65,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   wait_for_previous_kernel();
   int head = blockIdx.x;
   auto mode = static_cast<Mode>(request.mode);
+  if (mode == kPrefetch) {
+    plan_head(view, work, request, head, 0, scratch);
+    return;
+  }
   int step = *request.step;
-  Entries entries{&request, view.heads, head, static_cast<int>(request.n * request.width), mode == kPrefetch,
-                  mode == kInstall};
-  int* list = work.list + head * work.list_width;
+  Entries entries{&request, view.heads, head, static_cast<int>(request.n * request.width), false, mode == kInstall};
+  int* list = list_of(view, work, 0, head);
   auto* units = reinterpret_cast<int4*>(request.units);
   auto* again = reinterpret_cast<int4*>(work.rows) + head * work.list_width;
   bool move = request.move && !*work.skip;
 
   if (move && *work.miss_rate > 0)
     force_misses(view, entries, step, *work.miss_rate, request.tally, again, scratch);
-  bool missing;
-  if (mode == kPrefetch) {
-    int cap = *request.cap;
-    if (cap < 0) entries.count = 0;
-    missing = claim_predicted(view, entries, step, cap, scratch);
-  } else {
-    missing = claim_selection(view, entries, step, mode == kResolve && request.tally, mode == kResolve, request.slots,
-                              scratch);
-  }
+  bool missing = claim_selection(view, entries, step, mode == kResolve && request.tally, mode == kResolve,
+                                 request.slots, scratch);
   int forced = move ? scratch.forced : 0;
   move = move && (missing || forced > 0);
   if (move && threadIdx.x == 0) atomicAdd(work.urgent, 1);  // now: prefetches leave the link while victims are chosen
@@ -71,17 +88,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (request.slots) write_slots(view, entries, request.slots, scratch);
   }
   __syncthreads();
+  if (request.indices) write_page_table(view, request, head);
   add_tally(view, scratch);
-
-  if (threadIdx.x == 0) {
-    // The last block publishes the number of units and leaves the counters as the next call expects them.
-    __threadfence();
-    if (atomicAdd(work.cursor + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-      __threadfence();
-      *request.count = atomicExch(work.cursor, 0);
-      atomicExch(work.cursor + 1, 0);
-    }
-  }
+  publish(work, 0, static_cast<int>(gridDim.x), request.count);
   if (!move) return;
   UnitRows own{units, scratch.first, 1, scratch.kept};
   JoinedRows rows{own, again, scratch.kept + forced};

@@ -44,6 +44,58 @@ __device__ __forceinline__ void find_spans(const SkvScore& args, const Spans& sp
   __syncthreads();
 }
 
+// Queries in the order in which attention reads them: a thread takes a piece of 16 bytes when the kernel begins, and puts
+// it down when it ends, so that nothing waits for it. Where there are more pieces than threads, it takes the rest then.
+struct Reorder {
+  const SkvScore* args;
+  int64_t heads, element, dim, total, stride;
+  int64_t place;
+  int4 held;
+
+  __device__ __forceinline__ Reorder(const SkvView& view, const SkvScore& score)
+      : args(&score), heads(view.heads), element(element_bytes(score.q_dtype)), dim(view.head_dim) {
+    total = score.q_out ? score.n * heads * score.rows * score.group * dim * element / 16 : 0;
+    stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+    if (place < total) held = *source(place);
+  }
+  __device__ __forceinline__ const int4* source(int64_t i) const {
+    int64_t pieces = args->group * dim * element / 16, piece = i % pieces, row = i / pieces % args->rows;
+    int64_t head = i / pieces / args->rows % heads, n = i / pieces / args->rows / heads;
+    return reinterpret_cast<const int4*>(static_cast<const char*>(args->q) +
+                                         ((n * args->rows + row) * args->stride_q + head * args->group * dim) * element) +
+           piece;
+  }
+  __device__ __forceinline__ void finish() const {
+    if (place < total) static_cast<int4*>(args->q_out)[place] = held;
+    for (int64_t i = place + stride; i < total; i += stride) static_cast<int4*>(args->q_out)[i] = *source(i);
+  }
+};
+
+// Chunks for one warp: first the one of its own number, then whichever nobody has taken. Blocks that start late, where
+// other kernels hold multiprocessors, find less to do.
+struct Tickets {
+  int32_t* counters;
+  int items, warps;
+  int ticket = 0;
+
+  __device__ __forceinline__ bool more() const { return items > warps; }
+  __device__ __forceinline__ void draw() {
+    if (more() && lane_id() == 0) ticket = atomicAdd(counters, 1);
+  }
+  __device__ __forceinline__ int next() const { return more() ? warps + __shfl_sync(kAll, ticket, 0) : items; }
+  // The last block leaves the counters as the next call expects them.
+  __device__ __forceinline__ void finish() const {
+    if (!more()) return;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    if (atomicAdd(counters + 1, 1) != static_cast<int>(gridDim.x) - 1) return;
+    atomicExch(counters, 0);
+    atomicExch(counters + 1, 0);
+  }
+};
+
 struct Item {
   int n, head, page;  // request, kv head, first logical page of the chunk
 };
@@ -106,17 +158,19 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
   SKV_DYNAMIC_SHARED(shared);
   __shared__ BlockScratch scratch;
   wait_for_previous_kernel();
+  Reorder reorder(view, args);
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
   find_spans(args, spans, scratch);
   int items = spans.start[requests] * heads;
-  int warps = gridDim.x * (blockDim.x >> 5);
+  Tickets tickets{args.tickets, items, static_cast<int>(gridDim.x * (blockDim.x >> 5))};
   int row = lane_id() / 4, part = lane_id() % 4;
   auto* landmarks = static_cast<const T*>(view.landmarks);
   float scale = static_cast<float>(args.scale) * kLog2e;
 
-  for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index += warps) {
+  for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
     Item item = find_item(spans, requests, heads, index);
+    tickets.draw();
     uint32_t query[kTiles][kSteps][4];
     Column columns[kTiles][2];
     Sum sums[kTiles][2];
@@ -190,6 +244,8 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
           *reinterpret_cast<float2*>(columns[tile][j].partial) = make_float2(sums[tile][j].top, sums[tile][j].sum);
       }
   }
+  reorder.finish();
+  tickets.finish();
 }
 
 // Any types and any head_dim that is a multiple of 4: a lane takes a page, queries wait in shared memory as float32.
@@ -200,16 +256,18 @@ __global__ void __launch_bounds__(kScoreThreads)
   SKV_DYNAMIC_SHARED(shared);
   __shared__ BlockScratch scratch;
   wait_for_previous_kernel();
+  Reorder reorder(view, args);
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads), dim = static_cast<int>(view.head_dim);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
   auto* queries = reinterpret_cast<float*>(shared + (2 * requests + 1 + 3) / 4 * 16) + warp_id() * kPlainQueries * dim;
   find_spans(args, spans, scratch);
   int items = spans.start[requests] * heads;
-  int warps = gridDim.x * (blockDim.x >> 5);
+  Tickets tickets{args.tickets, items, static_cast<int>(gridDim.x * (blockDim.x >> 5))};
   float scale = static_cast<float>(args.scale) * kLog2e;
 
-  for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index += warps) {
+  for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
     Item item = find_item(spans, requests, heads, index);
+    tickets.draw();
     for (int first = 0; first < args.rows * args.group; first += kPlainQueries) {
       __syncwarp();  // the last pass may still read the queries
       for (int i = lane_id(); i < kPlainQueries * dim; i += 32) {
@@ -256,6 +314,8 @@ __global__ void __launch_bounds__(kScoreThreads)
       }
     }
   }
+  reorder.finish();
+  tickets.finish();
 }
 
 template <typename T, int kDim>

@@ -309,7 +309,8 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
     ranked[place] = static_cast<unsigned long long>(keys[i]) << 32 | ~static_cast<uint32_t>(i);
   });
   __syncthreads();
-  int32_t* predicted = args.predicted + (line.n * args.heads + line.head) * args.budget;
+  int64_t kept = args.keep.data ? get(args.keep, line.n) : line.n;
+  int32_t* predicted = args.predicted + kept * args.keep_stride + line.head * args.keep_stride_head;
   int parts = 1;
   while (parts < 32 && parts * 2 * chosen <= static_cast<int>(blockDim.x)) parts *= 2;
   int part = threadIdx.x % parts, stride = blockDim.x / parts;

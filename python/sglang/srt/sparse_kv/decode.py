@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -21,25 +23,33 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     k = k.view(n, rows, geometry.kv_heads, geometry.head_dim)
     v = v.view(n, rows, geometry.kv_heads, geometry.head_dim)
 
-    schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
-    ops.append(
-        view,
-        k[:, 0],
-        v[:, 0],
-        step.open_page,
-        step.offset,
-        step.active,
-        runtime.clock,
-        lambda target, fetch: schedule.fetch_now(layer, target, fetch),
-        through=not policy.skip_write_through,
-    )
-    scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale)
-    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages)
-    slots, fetch = ops.resolve(view, selection.pages, None, runtime.clock)
+    inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale)
+    # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
+    # token lets row 1, one position ahead, look at it.
+    with runtime.transfer.branch() if shape.window > 1 else contextlib.nullcontext():
+        schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
+        due = schedule.due(layer, step)
+        ops.append(
+            view,
+            k[:, 0],
+            v[:, 0],
+            step.open_page,
+            step.offset,
+            step.active,
+            runtime.clock,
+            lambda target, fetch: schedule.fetch_now(layer, target, fetch),
+            through=not policy.skip_write_through,
+            beside=[plan for _, plan in due],
+        )
+        schedule.start(due)
+    scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
+    keep = (runtime.predicted[:, layer], step.req)
+    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep)
+    runtime.transfer.join_branch()
+    slots, fetch = ops.resolve(view, selection.pages, None, runtime.clock, inputs=inputs, num_pages=selection.num_pages)
     schedule.fetch_now(layer, view, fetch)
-    schedule.after_selection(layer, step, selection.predicted)
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
-    out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale)
+    out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs)
     if policy.check:
         runtime.check_selected(layer, view, step, selection.pages, slots)
     schedule.after_attention(layer, step)

@@ -89,7 +89,7 @@ def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionSh
     """Bytes that the CUDA engine's kernels and FlashInfer work in."""
     lines = geometry.max_requests * config.rows * geometry.kv_heads * geometry.group
     scores = lines * geometry.max_pages * 4
-    lists = geometry.kv_heads * max(geometry.max_requests * shape.width, STAGING_TOKENS_CUDA // geometry.page_size) * 20
+    lists = geometry.kv_heads * max(geometry.max_requests * shape.width, STAGING_TOKENS_CUDA // geometry.page_size) * 28
     return scores + lists + FLASHINFER_BYTES
 
 

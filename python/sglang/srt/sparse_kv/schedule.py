@@ -1,9 +1,10 @@
 """What is fetched when.
 
 Resident layers: the guide row of step t predicts, layer by layer, the selection of step t+1. All but the last
-`lookahead` layers fetch it at once, under the rest of step t; the last ones wait for the start of step t+1, where
-every layer before them is time to hide in. Scoped layers: layer j+2's buffer is filled when layer j's attention ends.
-What the true selection still misses is fetched at once and waited for.
+`lookahead` layers fetch it under the rest of step t; the last ones, which would have no time left, fetch it under the
+first layers of step t+1. Tables are edited beside the append of a later layer, one launch for both: planning a prefetch
+then takes no time of its own. Scoped layers: layer j+2's buffer is filled when layer j's attention ends. What the true
+selection still misses is fetched at once and waited for.
 
 Entries planned before a layer's true selection carry the previous step's stamp: that selection may evict them if it
 must. Those planned after it carry the current one and are safe until the next step.
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView
+from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
     from sglang.srt.sparse_kv.step import DecodeStep
 
@@ -30,24 +31,37 @@ class Schedule:
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
         runtime.tick()
-        layers = runtime.geometry.num_layers
-        scoped = set(runtime.cache.scoped)
-        for layer in range(max(0, layers - runtime.config.lookahead), layers):
-            if layer not in scoped:
-                self._prefetch(layer, step, runtime.predicted[:, layer], step.req, runtime.clock_before)
+        for layer in range(max(0, self._first_late), runtime.geometry.num_layers):
+            if layer <= layer - self._first_late and layer not in runtime.cache.scoped:
+                self._prefetch(layer, step)  # no layer before it to hide in: every layer is among the last ones
         for layer in runtime.cache.scoped[:SCOPED_AHEAD]:
             self._begin_scoped(layer, step)
+
+    @property
+    def _first_late(self) -> int:
+        """The first layer whose prefetch waits for the next step; 0 or less: all wait."""
+        return self.runtime.geometry.num_layers - self.runtime.config.lookahead
 
     def before_layer(self, layer: int) -> None:
         self.runtime.transfer.join(self.runtime.cache.lanes[layer])
 
-    def after_selection(self, layer: int, step: DecodeStep, predicted: torch.Tensor) -> None:
-        """predicted: int32 [N, H, K] logical pages, best rank first."""
-        runtime = self.runtime
-        if layer < runtime.geometry.num_layers - runtime.config.lookahead and layer not in runtime.cache.scoped:
-            self._prefetch(layer, step, predicted, None, runtime.clock)
-        else:
-            runtime.predicted[step.req, layer, :, : predicted.shape[2]] = predicted
+    def due(self, layer: int, step: DecodeStep) -> list[tuple[int, Prefetch]]:
+        """Prefetches to plan beside the append of `layer`, with their layers: that of the layer before it for the next
+        step, and of a late one for this step.
+        """
+        runtime, found = self.runtime, []
+        if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
+            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock)))
+        late = self._first_late + layer
+        if layer < late < runtime.geometry.num_layers and late not in runtime.cache.scoped:
+            found.append((late, self._plan(late, step, runtime.clock_before)))
+        return found
+
+    def start(self, due: list[tuple[int, Prefetch]]) -> None:
+        """Starts the transfers of prefetches that were planned."""
+        for layer, plan in due:
+            assert plan.fetch is not None
+            self._submit(layer, plan.view, plan.fetch)
 
     def after_attention(self, layer: int, step: DecodeStep) -> None:
         scoped = self.runtime.cache.scoped
@@ -68,15 +82,22 @@ class Schedule:
         runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch), urgent=True)
         runtime.transfer.join(lane)
 
-    def _prefetch(self, layer: int, step: DecodeStep, logical: torch.Tensor, index, stamp: torch.Tensor) -> None:
-        """logical: int32 [N, H, K], or [slots, H, K] with index int [N]."""
+    def _plan(self, layer: int, step: DecodeStep, stamp: torch.Tensor) -> Prefetch:
         runtime = self.runtime
-        if runtime.policy.shuffle_predictions:
-            logical, index = (logical.roll(1, 0), None) if index is None else (logical, index.roll(1, 0))
-        view = runtime.cache.views[layer]
-        fetch = runtime.ops.plan_prefetch(
-            view, logical, None, stamp, runtime.prefetch_cap, step.table, step.closed_pages, index
+        index = step.req.roll(1, 0) if runtime.policy.shuffle_predictions else step.req
+        view, predicted = runtime.cache.views[layer], runtime.predicted[:, layer]
+        return Prefetch(view, predicted, stamp, runtime.prefetch_cap, step.table, step.closed_pages, index)
+
+    def _prefetch(self, layer: int, step: DecodeStep) -> None:
+        """Fetches what the step before predicted for this one."""
+        plan = self._plan(layer, step, self.runtime.clock_before)
+        fetch = self.runtime.ops.plan_prefetch(
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
         )
+        self._submit(layer, plan.view, fetch)
+
+    def _submit(self, layer: int, view: LayerView, fetch: Fetch) -> None:
+        runtime = self.runtime
         runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
 
     def _begin_scoped(self, layer: int, step: DecodeStep) -> None:
@@ -87,6 +108,6 @@ class Schedule:
         heads = runtime.geometry.kv_heads
         pages, tokens = (t[:, None, :].expand(-1, heads, -1).contiguous() for t in (pages, tokens))
         forced = runtime.ops.plan_prefetch(view, pages, tokens, runtime.clock_before, runtime.forced_cap)
-        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, forced))
+        self._submit(layer, view, forced)
         # These are in flight while the predicted are planned; they share one stamp, so none takes another's slot.
-        self._prefetch(layer, step, runtime.predicted[:, layer], step.req, runtime.clock_before)
+        self._prefetch(layer, step)

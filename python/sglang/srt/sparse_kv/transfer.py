@@ -7,9 +7,10 @@ is joined before the forward ends: that is all an engine may rely on, and the od
 
 from __future__ import annotations
 
+import contextlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -35,6 +36,13 @@ class Transfer(ABC):
     def in_flight(self, lane: Hashable) -> bool:
         """Whether the lane still has copies that nobody joined. For checks."""
         return False
+
+    def branch(self) -> contextlib.AbstractContextManager[None]:
+        """What is issued inside may run beside what is issued after it, until `join_branch`."""
+        return contextlib.nullcontext()
+
+    def join_branch(self) -> None:  # noqa: B027 — most engines have nothing to do
+        """Waits for the branch, if there is one."""
 
 
 class PlainTransfer(Transfer):
@@ -133,6 +141,9 @@ class StreamTransfer(Transfer):
     def __init__(self, device: torch.device):
         self.device = device
         self.side = torch.cuda.Stream(device)
+        # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
+        self.beside = torch.cuda.Stream(device, priority=-1)
+        self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
@@ -159,6 +170,21 @@ class StreamTransfer(Transfer):
 
     def in_flight(self, lane: Hashable) -> bool:
         return lane in self.landed
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[None]:
+        forked = torch.cuda.Event()
+        forked.record()
+        with torch.cuda.stream(self.beside):
+            self.beside.wait_event(forked)
+            yield
+            self.branched = torch.cuda.Event()
+            self.branched.record()
+
+    def join_branch(self) -> None:
+        if self.branched is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.branched)
+            self.branched = None
 
 
 CPU_TRANSFERS: dict[str, Callable[[int], Transfer]] = {

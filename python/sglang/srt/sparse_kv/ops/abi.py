@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+JOBS = 3  # tables that one append may edit: its own, and those of the prefetches beside it
 
 
 class Ints(ctypes.Structure):
@@ -33,17 +34,19 @@ Work: Any = _struct("Work", "error:p cursor:p urgent:p list:p rows:p skip:p miss
 Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
-    "step:p cap:p n:i width:i mode:i tally:i move:i",
+    "step:p cap:p num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i tally:i move:i",
 )
 Append: Any = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
 Score: Any = _struct(
     "Score",
-    "q:p stride_q:i q_dtype:i table:p table_width:i lo:n hi:n logits:p partials:p scale:f n:i rows:i group:i blocks:i",
+    "q:p stride_q:i q_dtype:i table:p table_width:i lo:n hi:n logits:p partials:p q_out:p tickets:p scale:f n:i rows:i "
+    "group:i blocks:i",
 )
 Select: Any = _struct(
     "Select",
     "logits:p partials:p scores:p dense:p lo:n hi:n table:p table_width:i length:n active:p pages:p num_pages:p "
-    "predicted:p keys:p n:i rows:i heads:i group:i page_size:i sinks:i window:i budget:i width:i",
+    "predicted:p keep:n keep_stride:i keep_stride_head:i keys:p n:i rows:i heads:i group:i page_size:i sinks:i "
+    "window:i budget:i width:i",
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct("Stage", "pages:n target:p count:i blocks:i")
@@ -64,10 +67,10 @@ class Launch(ctypes.Structure):
 
 STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Lookup, Attend, Launch)
 
-# Every function ends with a Launch and returns a CUDA status.
+# Every function ends with a Launch and returns a CUDA status. Structs named twice may be null from the second on.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "resolve": (View, Work, Resolve),
-    "append": (View, Work, Append),
+    "append": (View, Work, Append, View, Resolve, View, Resolve),
     "write_token": (View, Append),
     "score": (View, Score),
     "dense_scores": (Select,),

@@ -8,6 +8,7 @@ graph needs no host.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,36 +85,63 @@ def attend_plan(view: LayerView, requests: int, q_heads: int, width: int, scale:
     return plan
 
 
-def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
-    """As reference_attention.attend; rows of padded requests are zero, or junk when R == 1."""
+@dataclass
+class Inputs:
+    """What attention reads beside the cache: a page table in the plan's buffers, and queries in its order."""
+
+    plan: AttendPlan
+    flat: torch.Tensor  # [N*R, H, G, D], rows may be strided
+    ordered: torch.Tensor  # [N*H, R*G, D]
+    last_tokens: torch.Tensor  # int [N]
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether `ordered` is still to be written."""
+        return self.ordered.data_ptr() != self.flat.data_ptr()
+
+
+def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float) -> Inputs:
+    """As reference_attention.attend_inputs. width: of the selections."""
+    n, rows, heads, group, dim = q.shape
+    plan = attend_plan(view, n, rows * group, width, scale)
+    flat = inner_contiguous(q.reshape(n * rows, heads, group, dim), "q", view.kv.dtype)
+    if rows == 1 and flat.is_contiguous():
+        ordered = flat.view(n * heads, group, dim)
+    else:
+        ordered = torch.empty((n * heads, rows * group, dim), dtype=q.dtype, device=q.device)
+    return Inputs(plan, flat, ordered, last_tokens)
+
+
+def attend(
+    q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float, inputs: Inputs | None = None
+) -> torch.Tensor:
+    """As reference_attention.attend; rows of padded requests are zero, or junk when R == 1. Without inputs, a kernel
+    makes them from the slots.
+    """
     n, rows, heads, group, dim = q.shape
     capacity, page_size = view.kv.shape[1], view.kv.shape[3]
-    slots = contiguous(slots, "slots", torch.int32)
     if n == 0:
         return torch.empty_like(q)
-    plan = attend_plan(view, n, rows * group, slots.shape[2], scale)
-    flat = inner_contiguous(q.reshape(n * rows, heads, group, dim), "q", view.kv.dtype)
     kernel_view = view_of(view)
+    prepared = inputs is not None
+    if inputs is None:
+        inputs = attend_inputs(q, view, last_tokens, slots.shape[2], scale)
+    plan, flat, ordered = inputs.plan, inputs.flat, inputs.ordered
     args = abi.Attend(
         q=pointer(flat),
         stride_q=flat.stride(0),
-        slots=pointer(slots),
         num_pages=ints(num_pages, "num_pages"),
-        last_tokens=ints(last_tokens, "last_tokens"),
-        indptr=pointer(plan.indptr),
-        indices=pointer(plan.indices),
-        last_page=pointer(plan.last_page),
         scale=scale,
         n=n,
         rows=rows,
         group=group,
-        width=slots.shape[2],
     )
-    ordered = flat.view(n * heads, group, dim) if rows == 1 and flat.is_contiguous() else None
-    if ordered is None:
-        ordered = torch.empty((n * heads, rows * group, dim), dtype=q.dtype, device=q.device)
-        args.q_out = pointer(ordered)
-    launch("attend_prepare", q.device, kernel_view, args)
+    if not prepared:
+        args.slots, args.width = pointer(contiguous(slots, "slots", torch.int32)), slots.shape[2]
+        args.last_tokens = ints(last_tokens, "last_tokens")
+        args.indptr, args.indices, args.last_page = map(pointer, (plan.indptr, plan.indices, plan.last_page))
+        args.q_out = pointer(ordered) if inputs.needs_order else None
+        launch("attend_prepare", q.device, kernel_view, args)
     partial, lse = plan.run(ordered, view.kv.view(heads * capacity, 2, page_size, dim))
     if rows == 1:
         return partial.view(n, 1, heads, group, dim)

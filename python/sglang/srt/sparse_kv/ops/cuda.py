@@ -14,13 +14,14 @@ Beyond the reference:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.ops import abi, build
-from sglang.srt.sparse_kv.ops.attend import attend, attend_block, merge
+from sglang.srt.sparse_kv.ops.attend import Inputs, attend, attend_block, attend_inputs, merge
 from sglang.srt.sparse_kv.ops.launching import (
     capturing_safe,
     contiguous,
@@ -30,13 +31,14 @@ from sglang.srt.sparse_kv.ops.launching import (
     pointer,
     view_of,
 )
-from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Selection
+from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch, Selection
 from sglang.srt.sparse_kv.ops.workspace import chunks, workspace
 
 __all__ = [
     "append",
     "attend",
     "attend_block",
+    "attend_inputs",
     "check",
     "clear",
     "gather",
@@ -146,8 +148,8 @@ class Scores:
         return out
 
 
-def score(q, landmarks, table, lo, hi, scale: float) -> Scores:
-    """As reference.score, normalised later: see Scores."""
+def score(q, landmarks, table, lo, hi, scale: float, inputs: Inputs | None = None) -> Scores:
+    """As reference.score, normalised later: see Scores. Also puts the queries into the order of `inputs`."""
     n, rows, heads, group, dim = q.shape
     width = table.shape[1]
     if group > 32:
@@ -178,6 +180,8 @@ def score(q, landmarks, table, lo, hi, scale: float) -> Scores:
         hi=ints(hi, "hi"),
         logits=pointer(logits),
         partials=pointer(partials),
+        q_out=pointer(inputs.ordered) if inputs is not None and inputs.needs_order else None,
+        tickets=pointer(space.tickets),
         scale=scale,
         n=n,
         rows=rows,
@@ -188,8 +192,8 @@ def score(q, landmarks, table, lo, hi, scale: float) -> Scores:
     return Scores(logits, partials, lo, hi, (n, rows, heads, group, width))
 
 
-def select(scores, table, length, active, shape, budget_pages: int) -> Selection:
-    """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]."""
+def select(scores, table, length, active, shape, budget_pages: int, keep=None) -> Selection:
+    """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]. keep: its rows may be strided."""
     if budget_pages > MAX_BUDGET_PAGES:
         raise ValueError(f"select: at most {MAX_BUDGET_PAGES} pages of budget, got {budget_pages}")
     device = table.device
@@ -205,7 +209,11 @@ def select(scores, table, length, active, shape, budget_pages: int) -> Selection
         raise ValueError(f"select: table must be [{n}, {width}], got {list(table.shape)}")
     pages = torch.empty((n, heads, shape.width), dtype=torch.int32, device=device)
     num_pages = torch.empty(n, dtype=torch.int32, device=device)
-    predicted = torch.empty((n, heads, budget_pages), dtype=torch.int32, device=device)
+    predicted = torch.empty((n, heads, budget_pages), dtype=torch.int32, device=device) if keep is None else keep[0]
+    if predicted.dtype != torch.int32 or predicted.stride(2) != 1 or predicted.shape[2] < budget_pages:
+        raise ValueError(f"select: keep must be rows of at least {budget_pages} int32, got {list(predicted.shape)}")
+    args.keep = ints(None if keep is None else keep[1], "keep")
+    args.keep_stride, args.keep_stride_head = predicted.stride(0), predicted.stride(1)
     if keys_in_global_memory(device, width):
         args.keys = pointer(workspace(device).buffer("keys", n * rows * heads * width, torch.int32))
     args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)
@@ -213,7 +221,7 @@ def select(scores, table, length, active, shape, budget_pages: int) -> Selection
     args.page_size, args.sinks, args.window = shape.page_size, shape.sink_pages, shape.window
     args.budget, args.width = budget_pages, shape.width
     launch("select", device, args)
-    return Selection(pages, num_pages, predicted)
+    return Selection(pages, num_pages, predicted if keep is None else None)
 
 
 @lru_cache
@@ -226,12 +234,14 @@ def keys_in_global_memory(device: torch.device, width: int) -> bool:
 # ---------------------------------------------------------------- the page cache's tables
 
 
-def _resolve(view: LayerView, pages, tokens, step, mode: int, shape: tuple[int, int], strides, **fields) -> DeviceFetch:
-    """shape: requests and pages per request and head; strides: of `pages` over requests and heads."""
+def _request(view: LayerView, pages, tokens, step, mode: int, shape: tuple[int, int], strides, **fields):
+    """A launch's arguments and the fetch that it will fill.
+
+    shape: requests and pages per request and head; strides: of `pages` over requests and heads.
+    """
     heads, slots = view.stamp.shape
     n, width = shape
     device = view.stamp.device
-    work = workspace(device).work(heads, max(n * width, 1))
     units = torch.empty((max(heads * min(n * width, slots), 1), 4), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     args = abi.Resolve(
@@ -247,23 +257,51 @@ def _resolve(view: LayerView, pages, tokens, step, mode: int, shape: tuple[int, 
         mode=mode,
         **fields,
     )
+    return args, DeviceFetch(units, count, ahead=mode == PREFETCH, moved=bool(args.move))
+
+
+def _edit(view: LayerView, request: tuple[Any, DeviceFetch]) -> DeviceFetch:
+    args, fetch = request
+    device = view.stamp.device
+    work = workspace(device).work(view.stamp.shape[0], max(args.n * args.width, 1))
     launch("resolve", device, view_of(view), work, args)
-    return DeviceFetch(units, count, ahead=mode == PREFETCH, moved=bool(args.move))
+    return fetch
 
 
-def resolve(view: LayerView, pages, tokens, step, count: bool = True, move: bool = False):
-    """As reference.resolve; move: bring the missing units too, so that `gather` of the result has nothing to do."""
+def resolve(
+    view: LayerView,
+    pages,
+    tokens,
+    step,
+    count: bool = True,
+    inputs: Inputs | None = None,
+    num_pages=None,
+    move: bool = False,
+):
+    """As reference.resolve. Also writes the page table of `inputs`. move: bring the missing units too, so that `gather`
+    of the result has nothing to do.
+    """
     n, heads, width = pages.shape
     slots = torch.empty((n, heads, width), dtype=torch.int32, device=pages.device)
-    strides = (heads * width, width)
-    fetch = _resolve(
-        view, pages, tokens, step, RESOLVE, (n, width), strides, slots=pointer(slots), tally=int(count), move=int(move)
-    )
-    return slots, fetch
+    fields: dict[str, Any] = {"slots": pointer(slots), "tally": int(count), "move": int(move)}
+    if inputs is not None:
+        plan = inputs.plan
+        fields |= {
+            "indptr": pointer(plan.indptr),
+            "indices": pointer(plan.indices),
+            "last_page": pointer(plan.last_page),
+        }
+        fields |= {"num_pages": ints(num_pages, "num_pages"), "last_tokens": ints(inputs.last_tokens, "last_tokens")}
+    request = _request(view, pages, tokens, step, RESOLVE, (n, width), (heads * width, width), **fields)
+    return slots, _edit(view, request)
 
 
 def plan_prefetch(view: LayerView, pages, tokens, step, cap, table=None, closed=None, index=None) -> DeviceFetch:
     """As reference.plan_prefetch; the rows of `pages` may be strided."""
+    return _edit(view, _plan(view, pages, tokens, step, cap, table, closed, index))
+
+
+def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index):
     n = pages.shape[0] if index is None else index.shape[0]
     width = pages.shape[2]
     if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
@@ -275,12 +313,12 @@ def plan_prefetch(view: LayerView, pages, tokens, step, cap, table=None, closed=
     if index is not None:
         fields["index"] = ints(index, "index")
     strides = (pages.stride(0), pages.stride(1))
-    return _resolve(view, pages, tokens, step, PREFETCH, (n, width), strides, **fields)
+    return _request(view, pages, tokens, step, PREFETCH, (n, width), strides, **fields)
 
 
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
     """As reference.install; pages that are resident after all are left alone."""
-    return _resolve(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0))
+    return _edit(view, _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0)))
 
 
 def invalidate(view: LayerView, pages) -> None:
@@ -364,13 +402,37 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
     launch("write_token", k.device, view_of(view), _token(view, k, v, page, slots, offset, active, through))
 
 
-def append(view: LayerView, k, v, page, offset, active, step, fetch_now=None, through: bool = True) -> torch.Tensor:
-    """As reference.append, in one launch; the open pages are brought by it, so fetch_now is not called."""
+def append(
+    view: LayerView,
+    k,
+    v,
+    page,
+    offset,
+    active,
+    step,
+    fetch_now=None,
+    through: bool = True,
+    beside: Sequence[Prefetch] = (),
+) -> torch.Tensor:
+    """As reference.append, in one launch with what is beside it; the open pages are brought by it, so fetch_now is not
+    called.
+    """
     n, heads = k.shape[:2]
     slots = torch.empty((n, heads), dtype=torch.int32, device=k.device)
     args = _token(view, k, v, page, slots, offset, active, through)
     args.step = pointer(contiguous(step, "step", torch.int32))
-    launch("append", k.device, view_of(view), workspace(k.device).work(heads, max(n, 1)), args)
+    others: list[Any] = []
+    entries = max(n, 1)
+    for plan in beside:
+        request, plan.fetch = _plan(
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
+        )
+        others += [view_of(plan.view), request]
+        entries = max(entries, request.n * request.width)
+    if len(beside) >= abi.JOBS:
+        raise ValueError(f"append: at most {abi.JOBS - 1} prefetches beside it, got {len(beside)}")
+    others += [None] * (2 * (abi.JOBS - 1) - len(others))
+    launch("append", k.device, view_of(view), workspace(k.device).work(heads, entries), args, *others)
     return slots
 
 

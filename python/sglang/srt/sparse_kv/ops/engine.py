@@ -21,6 +21,7 @@ OPERATIONS = (
     "install",
     "invalidate",
     "clear",
+    "attend_inputs",
     "attend",
     "attend_block",
     "merge",

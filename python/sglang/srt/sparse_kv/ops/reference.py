@@ -42,6 +42,20 @@ class Fetch:
     count: torch.Tensor  # int32 [1]; rows beyond it are junk
 
 
+@dataclass
+class Prefetch:
+    """A plan_prefetch of another layer, to be made beside an append; `fetch` is its result."""
+
+    view: LayerView
+    pages: torch.Tensor
+    step: torch.Tensor
+    cap: torch.Tensor
+    table: torch.Tensor | None = None
+    closed: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+    fetch: Fetch | None = None
+
+
 class CapacityError(RuntimeError):
     """A selection needs more slots than the cache has: the planner's capacity rule was broken."""
 
@@ -65,13 +79,13 @@ def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- scores and selection
 
 
-def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float) -> torch.Tensor:
+def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float, inputs=None):
     """Log-probability of each candidate page under its landmark, the best of the query group.
 
     q [N, R, H, G, D]; landmarks [NP, H, D]; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
     Returns float32 [N, R, H, MP], -inf outside the bounds. The logarithm keeps far pages apart where a float32 softmax
     would make them equal zeros. One request at a time: sums of another length round differently, and so might decide
-    another way, so a request's scores must not depend on how long its neighbours are.
+    another way, so a request's scores must not depend on how long its neighbours are. inputs: of attend_inputs.
     """
     n, rows, heads, group, dim = q.shape
     out = q.new_full((n, rows, heads, table.shape[1]), float("-inf"), dtype=torch.float32)
@@ -125,16 +139,24 @@ def assemble(chosen: torch.Tensor, length: torch.Tensor, sink_pages: int, window
 class Selection:
     pages: torch.Tensor  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
     num_pages: torch.Tensor  # int32 [N] pages in each row of `pages`, 0 for padded rows
-    predicted: torch.Tensor  # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1
+    # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1. None when it was kept.
+    predicted: torch.Tensor | None
 
 
-def select(scores, table, length, active, shape, budget_pages: int) -> Selection:
-    """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N]."""
+def select(scores, table, length, active, shape, budget_pages: int, keep=None) -> Selection:
+    """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N].
+
+    keep: (int32 [rows, H, >= K], int64 [N]) takes each request's prediction into its row; rows of padded requests may
+    repeat.
+    """
     best = top_pages(scores, budget_pages)  # [N, R, H, K]
     best = torch.where(active[:, None, None, None], best, NONE)
     logical, num_pages = assemble(best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width)
     logical = torch.where(active[:, None, None], logical, NONE)
-    return Selection(lookup(table, logical), torch.where(active, num_pages, 0), best[:, -1])
+    if keep is not None:
+        keep[0][keep[1], :, :budget_pages] = best[:, -1]
+    predicted = best[:, -1] if keep is None else None
+    return Selection(lookup(table, logical), torch.where(active, num_pages, 0), predicted)
 
 
 # ---------------------------------------------------------------- the page cache's tables
@@ -210,13 +232,14 @@ def _enter_missing(view: LayerView, missing, pages, tokens, step: torch.Tensor, 
     return _enter(view, *_distinct(view, missing, pages, tokens, by_rank=ahead), step, ahead, must=not ahead)
 
 
-def resolve(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor | None, step: torch.Tensor, count: bool = True):
+def resolve(view: LayerView, pages, tokens, step: torch.Tensor, count: bool = True, inputs=None, num_pages=None):
     """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
 
     pages int32 [N, H, C], NONE for padding and padded rows; tokens int32 [N, H, C] committed tokens of each page, None
     when all are full; step int32 [1].
     A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it
-    attends. Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
+    attends. inputs: of attend_inputs, for selections of num_pages int [N] pages a row.
+    Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
     slots = _slots_of(view, pages)
     _, head, _ = place = (slots >= 0).nonzero(as_tuple=True)
@@ -319,8 +342,12 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
         view.landmarks[pg[closing, 0]] = keys.float().mean(2).to(view.landmarks.dtype)
 
 
-def append(view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True) -> torch.Tensor:
+def append(
+    view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True, beside=()
+) -> torch.Tensor:
     """Makes the open pages resident, then writes row 0's token. Returns the open units' slots, int32 [N, H].
+
+    beside: at most two Prefetch of other layers, whose tables this one does not share.
 
     A page that begins (offset 0) needs no fetch, and whatever its entry still holds from an earlier owner is dead.
     fetch_now: callable(view, Fetch) that returns once the units have landed, so that a fetch cannot overtake the write.
@@ -331,6 +358,10 @@ def append(view: LayerView, k, v, page, offset, active, step, fetch_now, through
     slots, fetch = resolve(view, pages, tokens, step, count=False)
     fetch_now(view, fetch)
     write_token(view, k, v, page, slots[..., 0], offset, active, through)
+    for plan in beside:
+        plan.fetch = plan_prefetch(
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
+        )
     return slots[..., 0]
 
 

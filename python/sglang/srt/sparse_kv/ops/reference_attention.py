@@ -6,7 +6,16 @@ import torch
 from sglang.srt.sparse_kv.ops.reference import LayerView
 
 
-def attend(q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float) -> torch.Tensor:
+def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float) -> None:
+    """What an engine's attention reads beside the cache, filled on the way by `score` (queries) and `resolve` (pages),
+    which take it, and passed to `attend` in the end. This engine needs nothing.
+    """
+    return None
+
+
+def attend(
+    q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float, inputs=None
+) -> torch.Tensor:
     """Attention of both rows over the selected pages; row 1 also sees its own token, which is stored nowhere.
 
     q [N, R, H, G, D]; k_row1, v_row1 [N, H, D] or None when R == 1; slots int32 [N, H, C] ascending logical order;

@@ -21,7 +21,8 @@ class Workspace:
     def __init__(self, device: torch.device):
         self.device = device
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device=device)
-        self.cursor = torch.zeros(2, dtype=torch.int32, device=device)
+        self.cursor = torch.zeros(2 * abi.JOBS, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self.urgent = torch.zeros(1, dtype=torch.int32, device=device)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self.miss_rate = torch.zeros(1, dtype=torch.int32, device=device)
@@ -46,10 +47,10 @@ class Workspace:
         return made
 
     def work(self, heads: int, entries: int) -> abi.Work:
-        """Scratch of operations on tables: `entries` units may be asked for per kv head."""
-        lists = self.buffer("list", heads * entries, torch.int32)
+        """Scratch of operations on tables: `entries` units may be asked for per kv head and table."""
+        lists = self.buffer("list", abi.JOBS * heads * entries, torch.int32)
         rows = self.buffer("rows", heads * entries * 4, torch.int32)
-        width = min(lists.numel(), rows.numel() // 4) // heads
+        width = min(lists.numel() // abi.JOBS, rows.numel() // 4) // heads
         used = (self.error, self.cursor, self.urgent, lists, rows, self.skip, self.miss_rate)
         return abi.Work(*(t.data_ptr() for t in used), width)
 
@@ -75,6 +76,7 @@ class Workspace:
             *self._retired,
             self.error,
             self.cursor,
+            self.tickets,
             self.urgent,
             self.skip,
             self.miss_rate,
