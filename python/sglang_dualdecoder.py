@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import types
 
 SGLANG_VERSION = "0.5.17"
 _OVERLAY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sglang")
@@ -59,6 +60,25 @@ def run_scheduler_process(inner, refused, server_args, *args, **kwargs) -> None:
             raise
         refused.send(stop.code)
         raise SystemExit(1) from None
+
+
+def main() -> None:
+    """The console script ``sglang-sparse-kv``."""
+    if sys.argv[1:2] == ["doctor"]:
+        find_overlay()
+    else:
+        _leave_sglang_out()
+    from sglang.srt.sparse_kv import command
+
+    sys.exit(command.main(sys.argv[1:]))
+
+
+def _leave_sglang_out() -> None:
+    """Let empty packages stand in for SGLang's: planning is arithmetic, and SGLang and torch take seconds to import."""
+    for name, folder in (("sglang", _OVERLAY), ("sglang.srt", os.path.join(_OVERLAY, "srt"))):
+        package = types.ModuleType(name)
+        package.__path__ = [folder]
+        sys.modules[name] = package
 
 
 def find_overlay() -> None:

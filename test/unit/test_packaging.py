@@ -84,7 +84,10 @@ def read(wheel: Path) -> tuple[list[str], dict[str, list[str]], list[str]]:
 def test_the_plugin_installs_an_overlay(wheels):
     files, points, requirements = read(wheels["plugin", "wheel"])
     assert requirements == ["sglang==0.5.17"]
-    assert points == {"sglang.srt.plugins": ["dualdecoder = sglang_dualdecoder:register"]}
+    assert points == {
+        "sglang.srt.plugins": ["dualdecoder = sglang_dualdecoder:register"],
+        "console_scripts": ["sglang-sparse-kv = sglang_dualdecoder:main"],
+    }
     outside = {name for name in files if not name.startswith("sglang/srt/sparse_kv/")}
     assert outside == {"sglang_dualdecoder.py", "sglang_dualdecoder.pth"}
 

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from sglang.srt.sparse_kv import host_memory
+from sglang.srt.sparse_kv.host_memory import HostMemoryError
 from sglang.srt.sparse_kv.ops import pinned
 
 
@@ -29,6 +31,7 @@ class FakeDriver:
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(pinned, "PIECE", 4 << 20)
+    monkeypatch.setattr(pinned, "STEP", 3 << 20)
     monkeypatch.setattr(pinned, "TOUCH", 1 << 20)
 
 
@@ -53,10 +56,38 @@ def test_pieces_cover_the_region_and_go_in_reverse(small_pieces):
 def test_a_failed_piece_undoes_those_before_it(small_pieces):
     driver = FakeDriver(fail_at=2)
     memory = region(12 << 20)
-    with pytest.raises(RuntimeError, match=r"refused to pin host memory after 0\.0 of 0\.0 GB"):
+    with pytest.raises(HostMemoryError, match=r"refused to pin host memory after 0\.0 of 0\.0 GB .* locked memory"):
         memory.register(driver.register, driver.unregister)
     first, second = memory.address, memory.address + (4 << 20)
     assert driver.calls == [("register", first), ("register", second), ("unregister", second), ("unregister", first)]
+
+
+def test_a_step_without_room_is_one_sentence(small_pieces, monkeypatch):
+    """As with a second server on one host: what the first took is gone."""
+    left = iter([9, 6, 3])
+    monkeypatch.setattr(pinned, "PATIENCE", -1)
+    monkeypatch.setattr(pinned, "MARGIN", 1 << 20)
+    monkeypatch.setattr(host_memory, "available", lambda: next(left) << 20)
+    seen: list = []
+    with pytest.raises(HostMemoryError) as caught:
+        region(10 << 20, seen)
+    assert [done for done, _ in seen] == [3 << 20, 6 << 20], "two steps were taken"
+    text = str(caught.value)
+    assert "\n" not in text and "only 0.0 GB are left; lower --sparse-kv-host-memory" in text
+
+
+def test_memory_that_grows_when_it_is_touched_is_waited_for(small_pieces, monkeypatch):
+    answers = iter([0, 1, 2, 500, *[500] * 10])
+    monkeypatch.setattr(pinned, "MARGIN", 1 << 20)
+    monkeypatch.setattr(host_memory, "available", lambda: next(answers) << 20)
+    region(4 << 20)
+    assert next(answers) == 500
+
+
+def test_a_kernel_that_does_not_say_refuses_nothing(small_pieces, monkeypatch):
+    monkeypatch.setattr(host_memory, "available", lambda: 0)
+    monkeypatch.setattr(host_memory, "meminfo", lambda name: 0)
+    region(4 << 20)
 
 
 def test_the_tensor_is_zero_writable_and_holds_the_memory():

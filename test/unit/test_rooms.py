@@ -13,18 +13,19 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 
 # From the bottom up. A room may import its own floor and those below.
 FLOORS = (
-    {"config", "geometry", "devices"},
+    {"config", "geometry", "devices", "host_memory"},
     {"ops", "csrc"},
     {"page_cache", "transfer", "policy", "step", "metrics"},
     {"cost"},
-    {"planner"},
+    {"planner", "report", "dense"},
     {"schedule"},
     {"runtime"},
-    {"host_pool", "decode", "prefill"},
+    {"sizing", "host_pool", "decode", "prefill"},
     {"attention"},
     {"algorithm", "worker", "guide", "sampling"},
-    {"refusals"},
+    {"refusals", "model_shape"},
     {"plugin", "arguments", "launch"},
+    {"command", "doctor", "doctor_gpu"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -84,7 +84,8 @@ class SparseKVConfig:
         budget: tokens attended per request, layer and kv head, beside sinks and window.
         host_memory: "auto", or the host KV of all ranks together, as ``parse_size`` reads it.
         guide: "chain" (row 1 continues its own guesses) or "none" (one row per request, no prediction).
-        residency: layers whose cache is their own: "all", "none", a fraction of the layers, or layer ids.
+        residency: layers whose cache is their own: "auto" (the planner decides), "all", "none", a fraction of the
+            layers, or layer ids.
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
         prefetch: fetch predicted pages ahead of their layer.
@@ -101,7 +102,7 @@ class SparseKVConfig:
     budget: int = 2048
     host_memory: int | str = "auto"
     guide: str = "chain"
-    residency: str | float | tuple[int, ...] = "all"
+    residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
     window: int = 64
     prefetch: bool = True
@@ -193,7 +194,7 @@ class SparseKVConfig:
             _check_choice(
                 "residency",
                 residency,
-                ("all", "none"),
+                ("auto", "all", "none"),
                 more=", a fraction from 0 to 1 or a list of layer ids",
             )
         elif isinstance(residency, tuple):

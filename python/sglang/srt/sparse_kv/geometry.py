@@ -101,10 +101,13 @@ class SelectionShape:
 def resident_layers(residency: Any, num_layers: int) -> frozenset[int]:
     """Layers that keep their slots between steps.
 
-    residency: "all", "none", a fraction of the layers (the first ones), or a list of layer numbers.
+    residency: "all" (or "auto", unless the planner decided otherwise), "none", a fraction of the layers (the first
+    ones), or a list of layer numbers.
     Raises ValueError on anything else.
     """
-    share = {"all": 1.0, "none": 0.0}.get(residency, residency) if isinstance(residency, str) else residency
+    share = (
+        {"auto": 1.0, "all": 1.0, "none": 0.0}.get(residency, residency) if isinstance(residency, str) else residency
+    )
     if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1:
         return frozenset(range(round(share * num_layers)))
     if isinstance(share, (list, tuple)) and all(type(i) is int and 0 <= i < num_layers for i in share):

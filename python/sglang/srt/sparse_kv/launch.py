@@ -12,11 +12,13 @@ from typing import Any
 import sglang_dualdecoder
 from sglang.srt.sparse_kv import plugin, refusals
 from sglang.srt.sparse_kv.arguments import config_of
+from sglang.srt.sparse_kv.host_memory import HostMemoryError
 
 logger = logging.getLogger(__name__)
 
 # SGLang's endpoint for run-time state takes numbers by name; ours begin with this.
 POLICY_PREFIX = "sparse_kv."
+GIB = 1 << 30
 
 
 # ------------------------------------------------------------ in the launching process
@@ -55,14 +57,14 @@ def _wait_for_ready(original: Callable, refused: Any) -> None:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn our ValueErrors, one sentence each, into the end of this process.
+    """Turn our ValueErrors and HostMemoryErrors, one sentence each, into the end of this process.
 
     SGLang answers any Exception here with a traceback and a signal to its parent; SystemExit passes through to
     ``run_scheduler_process``, which reports the sentence.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, HostMemoryError) as error:
         raise SystemExit(str(error).rstrip(".") + ".") from error
 
 
@@ -72,25 +74,51 @@ def no_draft_pool(*, draft_worker: Any, spec_algorithm: Any, server_args: Any) -
 
 def host_budget(original: Callable, self: Any, pre_model_load_memory: int) -> int:
     """AROUND ``KVCacheConfigurator._profile_available_bytes``: bytes of the host pool of this rank."""
-    from sglang.srt.sparse_kv.planner import plan_for_configurator
+    from sglang.srt.sparse_kv.sizing import plan_for_configurator
 
-    available = original(self, pre_model_load_memory)
     with _refusing():
-        plan = plan_for_configurator(self, available)
+        available = _free_for_kv(original, self, pre_model_load_memory)
+        plan = plan_for_configurator(self, available, int(pre_model_load_memory * GIB))
     return plan.host_bytes
+
+
+def _free_for_kv(original: Callable, configurator: Any, before_load: float) -> int:
+    """SGLang's answer in bytes. Raises ValueError, one sentence, where weights leave nothing."""
+    try:
+        return original(configurator, before_load)
+    except ValueError as error:
+        from sglang.srt.runtime_context import get_schedule
+
+        share = get_schedule().mem_fraction_static
+        raise ValueError(
+            f"the weights leave no GPU memory for a page cache: {before_load * GIB / 1e9:.1f} GB were free before they "
+            f"were loaded, of which --mem-fraction-static {share} lets weights and cache have "
+            f"{share * before_load * GIB / 1e9:.1f} GB; use a larger GPU, a higher --tp-size or a higher fraction"
+        ) from error
 
 
 def most_requests(original: Callable, self: Any, token_capacity: int) -> int:
     """AROUND ``KVCacheConfigurator.resolve_max_num_reqs``."""
-    from sglang.srt.sparse_kv.planner import current_plan
+    from sglang.srt.sparse_kv.sizing import current_plan
 
     return min(original(self, token_capacity), current_plan().max_running_requests)
+
+
+def room_to_answer(original: Callable, self: Any) -> tuple:
+    """AROUND ``TpModelWorker.get_worker_info``: lower ``max_req_input_len``, the sixth, below which prompts are taken.
+
+    The scheduler admits what takes less than the pool with a page in reserve, prompts counted in whole pages.
+    """
+    info = list(original(self))
+    tokens, page_size = info[0], self.model_runner.server_args.page_size
+    info[5] = max(1, min(info[5], tokens - 2 * page_size + 1))
+    return tuple(info)
 
 
 def build_pool(configurator: Any, *, max_total_num_tokens: int, **_: Any) -> Any:
     """REPLACE the two builders of ``KVCacheConfigurator`` for plain attention."""
     from sglang.srt.sparse_kv.host_pool import build_host_pool
-    from sglang.srt.sparse_kv.planner import current_plan
+    from sglang.srt.sparse_kv.sizing import current_plan
 
     planned = current_plan().host_tokens
     with _refusing():

@@ -1,25 +1,29 @@
-"""Bytes and capacities, decided once at start: how much the host holds, how many slots the cache has, who may run."""
+"""Bytes and capacities, decided once at start: how much the host holds, how many slots the cache has, who may run.
+
+Arithmetic alone: sizing.py asks the machine, and `sglang-sparse-kv plan` does without one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-import torch
+from sglang.srt.sparse_kv import cost
 from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
-from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
-from sglang.srt.sparse_kv.page_cache import resident_layers
+from sglang.srt.sparse_kv.devices import Device
+from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_layers
 
-CPU_HOST_BYTES = 2 * 10**9
-CPU_CACHE_BYTES = 1 << 30
-DEFAULT_MAX_RUNNING_CPU = 8
-DEFAULT_MAX_RUNNING_CUDA = 128
 STAGING_TOKENS_CPU = 1024  # of each of the two staging slots
 STAGING_TOKENS_CUDA = 8192
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
-HOST_SHARE = 0.8  # of available host memory, at most
+DEFAULT_MAX_RUNNING_CUDA = 128
+HOST_SHARE = 0.8  # of available host memory, which "auto" takes
+LANDMARK_SHARE = 0.25  # of the GPU memory free for KV, which "auto" host memory may ask for in landmarks and tables
+JUDGED_CONTEXT = 32768  # tokens at which batches are compared: where the miss curves were measured
+RESIDENCIES = (1.0, 0.75, 0.5, 0.25, 0.0)  # that "auto" compares
+WORTH = 1.05  # how much faster fewer resident layers have to be, since the model is no better than this
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Plan:
     """What was decided. Sizes in bytes of one rank; slots per layer and kv head.
 
     host_bytes: exactly host_tokens of KV. The pool also allocates one page for the dummy, out of what was given.
+    device_bytes: what sparse KV allocates, by purpose. estimates: what is expected of requests of some lengths, see
+    ``estimate``. reasons: one sentence for each choice that the user did not make.
     """
 
     host_bytes: int
@@ -38,19 +44,36 @@ class Plan:
     staging_tokens: int  # of each of the two staging slots of prefill
     device_bytes: dict[str, int]
 
+    residency: str | float | tuple[int, ...] = "all"
+    rows: int = 2
+    max_context: int = 0  # tokens of one request, prompt and answer, that the host pool takes
+    device: str = ""  # whose figures the estimates use; none without a GPU
+    outside: dict[str, int] = dataclasses.field(default_factory=dict)  # device bytes of SGLang and others
+    estimates: tuple[dict[str, Any], ...] = ()
+    reasons: tuple[str, ...] = ()
+
     def as_dict(self) -> dict[str, Any]:
+        """The plan as builtins."""
         return dataclasses.asdict(self)
 
-    def table(self) -> str:
-        """The plan as lines of text, one purpose a line."""
-        rows = [
-            ("host KV pool", f"{self.host_bytes / 1e9:.2f} GB, {self.host_tokens} tokens"),
-            *((f"device {name}", f"{size / 1e9:.3f} GB") for name, size in self.device_bytes.items()),
-            ("slots", f"{self.slots} per layer and kv head, {self.shape.width} pages a selection"),
-            ("max running requests", str(self.max_running_requests)),
-        ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(["sparse KV plan (per rank)", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+@dataclass(frozen=True)
+class Given:
+    """What one rank has on a GPU, and what the user chose.
+
+    free: bytes of device memory that SGLang leaves for KV. host: bytes of host memory; fixed_host is False where they
+    are only what could be had. running: most requests; fixed_running is False where the planner may choose fewer.
+    weights: bytes. context: most tokens of a request.
+    """
+
+    device: Device
+    free: int
+    host: int
+    running: int
+    weights: int
+    context: int
+    fixed_host: bool = True
+    fixed_running: bool = True
 
 
 def needed_slots(requests: int, shape: SelectionShape, max_pages: int, headroom: int) -> int:
@@ -155,93 +178,173 @@ def plan(
         shape=shape,
         staging_tokens=staging_tokens(cuda),
         device_bytes=device_bytes(settled, slots, config, shape, cuda),
+        residency="all" if config.residency == "auto" else config.residency,
+        rows=config.rows,
+        max_context=max(0, (host_pages - 1) * geometry.page_size - 1),  # SGLang keeps a page in reserve
     )
 
 
-# ------------------------------------------------------------------ from SGLang's configurator
-
-_current: Plan | None = None
+# ------------------------------------------------------------------ on a GPU
 
 
-def current_plan() -> Plan:
-    """The plan of this process. Raises RuntimeError before one was made."""
-    if _current is None:
-        raise RuntimeError("sparse KV memory was not planned: SGLang's sizing did not pass through our hook")
-    return _current
-
-
-def geometry_of(configurator, num_pages: int = 0, max_requests: int = 0) -> Geometry:
-    """Geometry of this rank's share of the model. num_pages and max_requests are settled by the plan."""
-    from sglang.srt.runtime_context import get_parallel, get_schedule
-
-    model, config = configurator.model_config, config_of(configurator.server_args)
-    tp_size = get_parallel().attn_tp_size
-    kv_heads = model.get_num_kv_heads(tp_size)
-    dtype = configurator.kv_cache_dtype
-    landmark_dtype = dtype if config.landmark_dtype == "auto" else getattr(torch, config.landmark_dtype)
-    page_size = get_schedule().page_size
-    return Geometry(
-        num_layers=configurator.layer_info.num_effective_layers,
-        kv_heads=kv_heads,
-        group=max(1, model.num_attention_heads // tp_size // kv_heads),
-        head_dim=model.head_dim,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_pages=-(-(model.context_len + 8) // page_size) + 1,
-        max_requests=max_requests,
-        dtype=dtype,
-        landmark_dtype=landmark_dtype,
-    )
-
-
-def config_of(server_args) -> SparseKVConfig:
-    return SparseKVConfig.from_dict(server_args._sparse_kv)
-
-
-def fixed_bytes(config: SparseKVConfig, geometry: Geometry, host_bytes: int, running: int, cuda: bool) -> int:
+def fixed_bytes(config: SparseKVConfig, geometry: Geometry, host_bytes: int, running: int) -> int:
     """Device bytes that do not depend on the number of slots."""
     settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_bytes // geometry.page_bytes)
-    return sum(device_bytes(settled, 0, config, selection_shape(geometry, config), cuda).values())
+    return sum(device_bytes(settled, 0, config, selection_shape(geometry, config), cuda=True).values())
 
 
-def plan_for_configurator(configurator, available_device_bytes: int) -> Plan:
-    """Plans this rank's memory. available_device_bytes: what SGLang found free for KV. Raises ValueError."""
-    global _current
-    server_args = configurator.server_args
-    config = config_of(server_args)
-    on_cpu = torch.device(configurator.device).type == "cpu"
-    available_host = psutil.virtual_memory().available
-    if config.host_memory == "auto":
-        host = CPU_HOST_BYTES if on_cpu else int(HOST_SHARE * available_host)
-    else:
-        host = parse_size(config.host_memory, total=psutil.virtual_memory().total, name="--sparse-kv-host-memory")
-    if on_cpu and host > available_host:
-        raise ValueError(
-            f"--sparse-kv-host-memory asks for {host / 1e9:.1f} GB and {available_host / 1e9:.1f} GB are available"
-            "; lower it"
-        )
-    host //= max(1, server_args.tp_size)
-    running = server_args.max_running_requests or (DEFAULT_MAX_RUNNING_CPU if on_cpu else DEFAULT_MAX_RUNNING_CUDA)
-    geometry = geometry_of(configurator)
-    if server_args.max_total_tokens:
-        pages = server_args.max_total_tokens // geometry.page_size + 1  # and the dummy page
-        host = min(host, pages * geometry.page_bytes)
-    fixed = fixed_bytes(config, geometry, host, running, cuda=not on_cpu)
-    cache = available_device_bytes - fixed
-    if not on_cpu and cache <= 0:
-        raise ValueError(
-            f"landmarks, tables and scratch for {host / 1e9:.1f} GB of host KV take {fixed / 1e9:.2f} GB of device "
-            f"memory and {available_device_bytes / 1e9:.2f} GB are free; lower --sparse-kv-host-memory"
-        )
-    if config.cache_memory != "auto":
-        wanted = parse_size(config.cache_memory, total=available_device_bytes, name="cache_memory")
-        if not on_cpu and wanted > cache:
-            raise ValueError(
-                f"cache_memory asks for {wanted / 1e9:.2f} GB and {cache / 1e9:.2f} GB of device memory are left "
-                "beside landmarks and scratch; lower it, raise --mem-fraction-static or lower --sparse-kv-host-memory"
+def fitting_host(config: SparseKVConfig, geometry: Geometry, given: Given) -> int:
+    """Bytes of host memory, at most those given, whose landmarks and tables leave room for a page cache.
+
+    They may take a quarter of the device memory that is free, and never so much that not one request fits the rest.
+    """
+    shape = selection_shape(geometry, config)
+    least = fixed_bytes(config, geometry, 0, 1)
+    a_page = (fixed_bytes(config, geometry, 1000 * geometry.page_bytes, 1) - least) // 1000
+    headroom = shape.prefetch_pages(config.prefetch_cap)
+    cache = needed_slots(1, shape, geometry.max_pages, headroom) * slot_bytes(geometry, config)
+    pages = max(0, min(int(LANDMARK_SHARE * given.free), given.free - least - cache)) // a_page
+    return min(given.host, pages * geometry.page_bytes)
+
+
+def load_of(config: SparseKVConfig, geometry: Geometry, weights: int) -> cost.Load:
+    """What the cost model needs to know."""
+    resident = len(resident_layers(config.residency, geometry.num_layers))
+    return cost.Load(geometry, selection_shape(geometry, config), weights, config.rows, geometry.num_layers - resident)
+
+
+def speeds(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, context: int, slots: int):
+    """(least, most) tokens a second that the miss curves promise to `requests` requests of `context` tokens."""
+    load = load_of(config, geometry, given.weights)
+    found = [cost.tokens_per_second(load, given.device, curve, requests, context, slots) for curve in cost.CURVES]
+    return min(found), max(found)
+
+
+def splits(config: SparseKVConfig, geometry: Geometry, given: Given) -> Iterator[tuple[int, int]]:
+    """(requests, slots) for every number of requests that the capacity rule allows, 1 first.
+
+    Raises ValueError where cache_memory asks for more than there is.
+    """
+    shape = selection_shape(geometry, config)
+    headroom = shape.prefetch_pages(config.prefetch_cap)
+    for requests in range(1, given.running + 1):
+        cache = cache_bytes(config, geometry, given, requests)
+        slots = max(0, cache) // slot_bytes(geometry, config)
+        if slots < needed_slots(requests, shape, geometry.max_pages, headroom):
+            return
+        yield requests, slots
+
+
+def cache_bytes(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> int:
+    """Bytes of the page cache when so many requests may run; negative when the rest does not fit by itself."""
+    cache = given.free - fixed_bytes(config, geometry, given.host, requests)
+    if config.cache_memory == "auto":
+        return cache
+    return min(cache, parse_size(config.cache_memory, total=given.free, name="cache_memory"))
+
+
+def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
+    """Splits what a rank has on a GPU. Raises ValueError, one sentence with numbers, when it is not enough."""
+    reasons = []
+    if not given.fixed_host:
+        host = fitting_host(config, geometry, given)
+        if host < given.host:
+            reasons.append(
+                f"host memory: {host / 1e9:.1f} of {given.host / 1e9:.1f} GB, because page summaries and tables of "
+                f"more would take over {LANDMARK_SHARE:.0%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV"
             )
-        cache = wanted
-    elif on_cpu:
-        cache = CPU_CACHE_BYTES
-    _current = plan(config, geometry, cache, host, running, cuda=not on_cpu)
-    return _current
+            given = dataclasses.replace(given, host=host)
+    _check_cache_memory(config, geometry, given)
+    auto = config.residency == "auto"
+    options = [dataclasses.replace(config, residency=share) for share in RESIDENCIES] if auto else [config]
+    best: tuple[float, SparseKVConfig, int] | None = None
+    most = 0
+    for option in options:
+        found = list(splits(option, geometry, given))
+        if not found:
+            continue
+        judged = found[-1:] if given.fixed_running else found
+        speed, requests = max((_judge(option, geometry, given, *split), -split[0]) for split in judged)
+        if best is None or speed > WORTH * best[0]:
+            best, most = (speed, option, -requests), found[-1][0]
+    if best is None:
+        # For its sentence: the option that needs the least.
+        least = cache_bytes(options[-1], geometry, given, 1)
+        return plan(options[-1], geometry, least, given.host, 1, cuda=True)
+    _, chosen, requests = best
+    limit = "--max-running-requests" if requests == given.running else "page cache"
+    if requests < most:
+        limit = "link"
+        reasons.append(
+            f"requests: {requests} of the {most} that fit, because more would wait for the link at "
+            f"{min(JUDGED_CONTEXT, given.context)} tokens; set --max-running-requests to choose"
+        )
+    if auto and chosen.residency != 1.0:
+        reasons.append(
+            f"residency: {chosen.residency:.0%} of the layers keep a cache of their own, because GPU memory is short"
+        )
+    settled = plan(chosen, geometry, cache_bytes(chosen, geometry, given, requests), given.host, requests, cuda=True)
+    settled = dataclasses.replace(settled, max_context=min(settled.max_context, given.context))
+    return dataclasses.replace(
+        settled,
+        residency="all" if auto and chosen.residency == 1.0 else chosen.residency,
+        device=given.device.name,
+        estimates=tuple(
+            estimate(chosen, geometry, given, settled, context, limit) for context in contexts(settled.max_context)
+        ),
+        reasons=tuple(reasons),
+    )
+
+
+def contexts(longest: int) -> list[int]:
+    """The three lengths that are spoken of: the longest possible one, a quarter and a sixteenth."""
+    return sorted({max(1, longest // part) for part in (16, 4, 1)})
+
+
+def estimate(
+    config: SparseKVConfig, geometry: Geometry, given: Given, plan: Plan, context: int, limit: str
+) -> dict[str, Any]:
+    """What requests of `context` tokens can expect.
+
+    Returns builtins: context, requests (most at once), limit (what keeps it from more), tokens_per_second (least and
+    most, by the two miss curves), step_ms and slowest (what takes longest of a step) at the worse of them.
+    """
+    page = geometry.page_size
+    by_host = plan.host_tokens // (-(-(context + 1) // page) * page)
+    requests = max(1, min(plan.max_running_requests, by_host))
+    low, high = speeds(config, geometry, given, requests, context, plan.slots)
+    load = load_of(config, geometry, given.weights)
+    moved = cost.transfers(load, cost.HIGH, requests, context, plan.slots)
+    parts = cost.compute_seconds(load, given.device, requests, context)
+    parts["link"] = sum(cost.link_seconds(load, given.device, moved).values())
+    return {
+        "context": context,
+        "requests": requests,
+        "limit": "host memory" if by_host < plan.max_running_requests else limit,
+        "tokens_per_second": [round(low, 1), round(high, 1)],
+        "step_ms": round(1e3 * requests / low, 2),
+        "slowest": max(parts, key=lambda name: parts[name]),
+    }
+
+
+def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
+    """What splits are compared by: the mean of the two miss curves."""
+    return sum(speeds(config, geometry, given, requests, min(JUDGED_CONTEXT, given.context), slots)) / 2
+
+
+def _check_cache_memory(config: SparseKVConfig, geometry: Geometry, given: Given) -> None:
+    fixed = fixed_bytes(config, geometry, given.host, 1)
+    cache = given.free - fixed
+    if cache <= 0:
+        raise ValueError(
+            f"landmarks, tables and scratch for {given.host / 1e9:.1f} GB of host KV take {fixed / 1e9:.2f} GB of "
+            f"device memory and {given.free / 1e9:.2f} GB are free; lower --sparse-kv-host-memory"
+        )
+    if config.cache_memory == "auto":
+        return
+    wanted = parse_size(config.cache_memory, total=given.free, name="cache_memory")
+    if wanted > cache:
+        raise ValueError(
+            f"cache_memory asks for {wanted / 1e9:.2f} GB and {cache / 1e9:.2f} GB of device memory are left "
+            "beside landmarks and scratch; lower it, raise --mem-fraction-static or lower --sparse-kv-host-memory"
+        )

@@ -142,6 +142,16 @@ HOOKS = (
         "so many requests run as the page cache has room for; SGLang counts pool tokens, of which the host has plenty",
         "thousands of requests are admitted and the page cache overflows",
     ),
+    Hook(
+        "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        HookType.AROUND,
+        SCHEDULER,
+        ("self",),
+        "launch:room_to_answer",
+        "a prompt that leaves no room for an answer in the pool is refused; SGLang's limit leaves it five tokens, its "
+        "scheduler wants two pages",
+        "such a prompt waits for ever, and every other behind it",
+    ),
     *(
         Hook(
             f"{_POOLS}.{builder}",

@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.sparse_kv import host_memory
+from sglang.srt.sparse_kv.host_memory import HostMemoryError
 
 logger = logging.getLogger(__name__)
 
 PIECE = 64 << 30  # bytes per registration: drivers refuse larger ones
-TOUCH = 256 << 20  # bytes that one thread touches at a time
+STEP = 1 << 30  # bytes that are tried before the kernel is asked again what is left
+TOUCH = 32 << 20  # bytes that one thread touches at a time
+MARGIN = 256 << 20  # bytes that a step leaves to everybody else
+PATIENCE = 10  # seconds for the kernel to find more: on virtual machines memory grows as it is touched
 PAGE = 2 << 20
 PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 MPOL_PREFERRED = 1
@@ -39,7 +44,7 @@ def pinned_empty(
 
     device: the GPU to be near, default the current one. progress(done, total) is called with bytes; by default the log
     tells. The memory is unregistered when the tensor dies or the interpreter exits, by a signal handler's SystemExit
-    too; a killed process leaves that to the driver. Raises RuntimeError, leaving nothing registered.
+    too; a killed process leaves that to the driver. Raises HostMemoryError, leaving nothing registered.
     """
     if device is None:
         device = torch.cuda.current_device()
@@ -61,7 +66,7 @@ class Region:
         try:
             self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"{size / 1e9:.1f} GB of host memory could not be mapped ({error.strerror}); "
                 "lower --sparse-kv-host-memory"
             ) from error
@@ -80,16 +85,19 @@ class Region:
         return self.bytes[: self.total].view(dtype).view(shape)
 
     def register(self, register: Callable[[int, int], int], unregister: Callable[[int], int]) -> None:
-        """Registers piece by piece. Raises RuntimeError after undoing the pieces that succeeded."""
+        """Registers piece by piece. Raises HostMemoryError after undoing the pieces that succeeded."""
         for start in range(0, self.size, PIECE):
             length = min(PIECE, self.size - start)
             status = register(self.address + start, length)
             if status:
                 done = start / 1e9
                 unregister_all(self.registered, unregister)
-                raise RuntimeError(
-                    f"CUDA refused to pin host memory after {done:.1f} of {self.size / 1e9:.1f} GB (status {status}); "
-                    "lower --sparse-kv-host-memory or raise the limit on locked memory (ulimit -l)"
+                limit = host_memory.memlock_limit()
+                locked = "no limit" if limit is None else f"a limit of {limit / 1e9:.3f} GB"
+                raise HostMemoryError(
+                    f"CUDA refused to pin host memory after {done:.1f} of {self.size / 1e9:.1f} GB (status {status}, "
+                    f"{locked} on locked memory); lower --sparse-kv-host-memory or raise that limit (ulimit -l, "
+                    "docker run --ulimit memlock=-1)"
                 )
             self.registered.append(self.address + start)
 
@@ -103,14 +111,34 @@ def unregister_all(registered: list[int], unregister: Callable[[int], int]) -> N
 
 
 def touch(address: int, size: int, progress: Progress) -> None:
-    """Writes zeros to all of it with every core, so that the pages exist before they are pinned one by one."""
-    starts = range(0, size, TOUCH)
-    done = 0
+    """Writes zeros to all of it with every core, so that the pages exist before they are pinned one by one.
+
+    In steps, since touching more than there is ends the process without a word. Raises HostMemoryError at a step that
+    the kernel has no room for.
+    """
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
-        # memset through ctypes lets go of the interpreter lock.
-        for length in threads.map(lambda start: _zero(address + start, min(TOUCH, size - start)), starts):
-            done += length
-            progress(done, size)
+        for begin in range(0, size, STEP):
+            end = min(begin + STEP, size)
+            wait_for_room(end - begin, begin, size)
+            starts = range(begin, end, TOUCH)
+            # memset through ctypes lets go of the interpreter lock.
+            list(threads.map(lambda start, end=end: _zero(address + start, min(TOUCH, end - start)), starts))
+            progress(end, size)
+
+
+def wait_for_room(step: int, done: int, size: int) -> None:
+    """Returns when the kernel has `step` bytes to give. Raises HostMemoryError when that takes too long."""
+    give_up = time.monotonic() + PATIENCE
+    while (left := host_memory.available()) < step + MARGIN:
+        if not host_memory.meminfo("MemAvailable"):
+            return  # a kernel that does not say
+        if time.monotonic() > give_up:
+            raise HostMemoryError(
+                f"{size / 1e9:.1f} GB of host memory were to be taken and after {done / 1e9:.1f} GB only "
+                f"{left / 1e9:.1f} GB are left; lower --sparse-kv-host-memory or end what else uses this machine's "
+                "memory, such as another server"
+            )
+        time.sleep(0.1)
 
 
 def _zero(address: int, length: int) -> int:
@@ -168,7 +196,7 @@ def cuda_unregister(address: int) -> int:
 
 
 def check_mapping(region: Region, device: int) -> None:
-    """Raises RuntimeError where kernels would need another address than the host's."""
+    """Raises HostMemoryError where kernels would need another address than the host's."""
     from sglang.srt.sparse_kv.ops import build
 
     library = build.library()
@@ -176,8 +204,8 @@ def check_mapping(region: Region, device: int) -> None:
         mapped = library.skv_device_pointer(address, device)
         if mapped != address:
             unregister_all(region.registered, cuda_unregister)
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"GPU {device} reaches pinned host memory at another address ({mapped} for {address}), which the "
-                "kernels do not support on this platform"
+                "kernels do not support on this platform; use another machine"
             )
     logger.info("Pinned %.2f GB of host memory (%s)", region.size / 1e9, region.where)

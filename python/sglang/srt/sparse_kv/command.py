@@ -1,0 +1,166 @@
+"""The command line `sglang-sparse-kv`: `plan` without a GPU, weights or torch; `doctor` on the machine that serves."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, planner, report
+from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, config_from_arguments, parse_size
+from sglang.srt.sparse_kv.devices import Device
+
+
+def main(argv: list[str]) -> int:
+    """Runs a subcommand. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-sparse-kv", description="Sparse KV for SGLang: what fits, what works."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_plan(commands.add_parser("plan", help="what a server would do with a GPU and a host, without starting one"))
+    doctor = commands.add_parser("doctor", help="whether --sparse-kv can start on this machine, and what to do")
+    doctor.add_argument("--json", action="store_true", help="findings as JSON")
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "plan":
+            return _plan(options)
+        from sglang.srt.sparse_kv import doctor as examination
+
+        return examination.run(options.json)
+    except ValueError as error:
+        print(f"sglang-sparse-kv: {str(error).rstrip('.')}.", file=sys.stderr)
+        return 1
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(device.name for device in devices.DEVICES)
+    parser.add_argument(
+        "--model-path", required=True, help="folder of the model, its config.json, or a cached Hub name"
+    )
+    parser.add_argument("--gpu", help=f"GPU whose figures to use: {names}; default: this machine's, else the H200")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 40GB; default: all of it")
+    parser.add_argument("--host-memory", metavar="SIZE", default="auto", help="as --sparse-kv-host-memory")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="as --context-length; default: the model's")
+    parser.add_argument("--tp", type=int, default=1, help="as --tp-size")
+    parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE)
+    parser.add_argument("--budget", metavar="TOKENS", help="as --sparse-kv-budget")
+    parser.add_argument("--config", metavar="JSON", help="as --sparse-kv-config")
+    parser.add_argument("--max-running-requests", type=int, metavar="N")
+    parser.add_argument("--mem-fraction-static", type=float, metavar="SHARE", help="default: SGLang's for this GPU")
+    parser.add_argument("--json", action="store_true", help="the plan as JSON")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    result = plan(options)
+    if options.json:
+        print(json.dumps({**result, "plan": result["plan"].as_dict()}, indent=1))
+    else:
+        print("\n".join(_lines(result)))
+    return 0
+
+
+def plan(options: argparse.Namespace) -> dict[str, Any]:
+    """The plan and what surrounds it. Raises ValueError, one sentence."""
+    config = config_from_arguments(MODE, options.budget, options.host_memory, options.config)
+    assert config is not None
+    config.check_page_size(options.page_size)
+    if options.tp < 1:
+        raise ValueError(f"--tp is {options.tp}; give the number of GPUs, at least 1")
+    shape = model_shape.read(options.model_path, config)
+    if shape.heads % options.tp:
+        raise ValueError(f"--tp is {options.tp} and the model has {shape.heads} heads; choose a divisor of them")
+    context = options.context or shape.context
+    if context < 1:
+        raise ValueError(f"--context is {context}; give a positive number of tokens")
+    device = _device(options.gpu)
+    memory = parse_size(options.gpu_memory, name="--gpu-memory") if options.gpu_memory else device.memory
+    share = options.mem_fraction_static or dense.static_share(memory, options.tp)
+    weights = shape.weights(options.tp)
+    before = memory - dense.CONTEXT_BYTES
+    free = int(before * share) - weights
+    if free <= 0:
+        raise ValueError(
+            f"the weights of one rank take {weights / 1e9:.1f} GB and weights and cache may have "
+            f"{max(0, before) * share / 1e9:.1f} GB of the GPU; use a larger GPU, a higher --tp or a higher "
+            "--mem-fraction-static"
+        )
+    given = planner.Given(
+        device=device,
+        free=free,
+        host=_host(config.host_memory) // options.tp,
+        running=options.max_running_requests or planner.DEFAULT_MAX_RUNNING_CUDA,
+        weights=weights,
+        context=context,
+        fixed_host=config.host_memory != "auto",
+        fixed_running=options.max_running_requests is not None,
+    )
+    geometry = shape.geometry(config, options.page_size, options.tp, context)
+    made = planner.plan_gpu(config, geometry, given)
+    load = planner.load_of(config, geometry, weights)
+    outside = {
+        "weights": weights,
+        "CUDA context": dense.CONTEXT_BYTES,
+        "left to SGLang (activations, graphs, workspaces)": int(before * (1 - share)),
+    }
+    return {
+        "model": shape.architecture,
+        "tp": options.tp,
+        "gpu": device.name,
+        "gpu_memory": memory,
+        "measured": device.measured,
+        "mem_fraction_static": share,
+        "chunked_prefill_size": dense.default_chunk(memory),
+        "chunk_that_hides_its_prefix": cost.smallest_chunk(load, device),
+        "plan": dataclasses.replace(made, outside=outside),
+        "dense": [dense.estimate(load, device, free, row["context"]) for row in made.estimates],
+    }
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    figures = "measured" if result["measured"] else "published bandwidths, times the shares that an H200 reaches"
+    lines = [
+        f"{result['model']} on {result['tp']} x {result['gpu']} with {result['gpu_memory'] / 1e9:.1f} GB "
+        f"({figures}); --mem-fraction-static {result['mem_fraction_static']}",
+        report.table(result["plan"]),
+        "  plain SGLang in the same memory",
+    ]
+    for row in result["dense"]:
+        said = f"{row['requests']:>3} requests, {row['tokens_per_second']:.0f} tokens/s"
+        lines.append(f"    {row['context']:>7} tokens: {said if row['requests'] else 'does not fit'}")
+    chunk, least = result["chunked_prefill_size"], result["chunk_that_hides_its_prefix"]
+    fits = "hides" if chunk >= least else "does not hide"
+    lines.append(
+        f"  chunked prefill: SGLang's {chunk} tokens; a chunk {fits} the transfer of its prefix ({least} tokens do)"
+    )
+    if result["tp"] > 1:
+        lines.append("  what ranks say to each other is not counted in any tokens/s")
+    return lines
+
+
+def _host(size: int | str) -> int:
+    if size == "auto":
+        return int(planner.HOST_SHARE * host_memory.available())
+    return parse_size(size, total=host_memory.meminfo("MemTotal"), name="--host-memory")
+
+
+def _device(name: str | None) -> Device:
+    found = devices.find(name or _this_gpu() or "H200")
+    if found is None:
+        names = ", ".join(device.name for device in devices.DEVICES)
+        raise ValueError(
+            f"{name or 'this GPU'} is not among the GPUs whose figures are known; give --gpu, one of {names}"
+        )
+    return found
+
+
+def _this_gpu() -> str | None:
+    """Name of the first GPU of this machine."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None

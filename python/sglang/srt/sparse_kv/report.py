@@ -1,0 +1,40 @@
+"""The plan in words: one table of every byte, what is expected, and why it was decided so."""
+
+from __future__ import annotations
+
+from sglang.srt.sparse_kv.planner import Plan
+
+
+def table(plan: Plan) -> str:
+    """The plan as lines of text. Sizes are those of one rank."""
+    gpu = [*((name, size) for name, size in plan.outside.items()), *plan.device_bytes.items()]
+    lines = ["sparse KV plan (per rank)", *memory("device memory", gpu)]
+    lines += memory("host memory", [("KV pool", plan.host_bytes)])
+    lines += [
+        f"  {plan.host_tokens} tokens in the host pool, at most {plan.max_context} of one request",
+        f"  {plan.max_running_requests} requests at once, {plan.rows} rows each; {plan.slots} slots per layer and kv "
+        f"head, {plan.shape.width} pages a selection, residency {plan.residency}",
+    ]
+    lines += expected(plan)
+    return "\n".join([*lines, *(f"  {reason}" for reason in plan.reasons)])
+
+
+def memory(title: str, rows: list[tuple[str, int]]) -> list[str]:
+    """Sizes by purpose, and their sum."""
+    rows = [*rows, ("together", sum(size for _, size in rows))] if len(rows) > 1 else rows
+    width = max(len(name) for name, _ in rows)
+    return [f"  {title}", *(f"    {name:<{width}}  {size / 1e9:9.3f} GB" for name, size in rows)]
+
+
+def expected(plan: Plan) -> list[str]:
+    """What requests of three lengths can expect, as lines."""
+    if not plan.estimates:
+        return []
+    lines = [f"  expected with the figures of {plan.device}, from the high to the low miss curve"]
+    for row in plan.estimates:
+        least, most = row["tokens_per_second"]
+        lines.append(
+            f"    {row['context']:>7} tokens: {row['requests']:>3} requests, {least:.0f} to {most:.0f} tokens/s; "
+            f"more requests: {row['limit']}; slowest part of a step: {row['slowest']}"
+        )
+    return lines

@@ -1,0 +1,287 @@
+"""`sglang-sparse-kv plan`: ten pairs of model and GPU, properties of every plan, and how it is called."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import write_model
+from sglang.srt.sparse_kv import command, dense, devices, model_shape, planner
+from sglang.srt.sparse_kv.config import SparseKVConfig
+
+MODELS = Path(__file__).resolve().parents[2] / "docs" / "models"
+GB = 10**9
+
+
+def options(model: str, gpu: str, **given: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command._add_plan(parser)
+    argv = ["--model-path", str(MODELS / f"{model}.json"), "--gpu", gpu, "--host-memory", given.pop("host", "96GB")]
+    for name, value in given.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    return parser.parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.6),
+        ("llama-3.2-1b", 1.236),
+        ("qwen2.5-32b", 32.76),
+        ("qwen3-8b", 8.19),
+        ("mistral-7b-v0.3", 7.25),
+    ],
+)
+def test_weights_are_what_the_makers_say(model, billions):
+    shape = model_shape.read(str(MODELS / f"{model}.json"), SparseKVConfig())
+    assert shape.weights(1) / shape.dtype.itemsize == pytest.approx(billions * 1e9, rel=0.005)
+    assert shape.weights(2) * 2 == pytest.approx(shape.weights(1), rel=0.001)
+
+
+# model, GPU, ranks, host, context; then most requests by the capacity rule, and plain SGLang's of 32K tokens
+PAIRS = [
+    ("llama-3.1-8b", "rtx 4090", 1, "96GB", 131072, 5, 1),
+    ("llama-3.1-8b", "l4", 1, "32GB", 131072, 6, 0),
+    ("llama-3.1-8b", "h100", 1, "256GB", 131072, 161, 12),
+    ("llama-3.1-8b", "h200", 1, "256GB", 131072, 389, 27),
+    ("qwen3-8b", "a100-40gb", 1, "96GB", 40960, 47, 3),
+    ("mistral-7b-v0.3", "l40s", 1, "96GB", 32768, 78, 6),
+    ("llama-3.2-1b", "a10", 1, "32GB", 131072, 215, 15),
+    ("qwen2.5-32b", "a100-80gb", 1, "32GB", 32768, 6, 0),
+    ("qwen2.5-32b", "h100", 2, "200GB", 32768, 120, 8),
+    ("llama-3.1-70b", "h100", 8, "800GB", 131072, 400, 38),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[2]}x{pair[1]}")
+def test_ten_pairs(pair):
+    model, gpu, tp, host, context, requests, plain = pair
+    more = {"max_running_requests": 400, "config": '{"residency": "all"}'}
+    result = command.plan(options(model, gpu, tp=tp, host=host, context=context, **more))
+    plan, memory = result["plan"], result["gpu_memory"]
+    check(plan, memory)
+    shape = model_shape.read(str(MODELS / f"{model}.json"), SparseKVConfig())
+    heads = shape.layers * max(1, shape.kv_heads // tp)
+    assert plan.host_bytes == plan.host_tokens * heads * 2 * shape.head_dim * 2, "K and V of every layer and head"
+    assert plan.device_bytes["landmarks"] == (plan.host_tokens // 16 + 1) * heads * shape.head_dim * 2
+    assert plan.max_running_requests == requests
+    slot = heads * (2 * 16 * shape.head_dim * 2 + 9)
+    assert requests == 400 or plan.slots < (requests + 1) * 135 + 128 + 4 * memory / 100 / slot, (
+        "one more does not fit, within scratch"
+    )
+    left = memory - sum(plan.outside.values()) - sum(plan.device_bytes.values())
+    assert left < slot or plan.slots == plan.host_tokens // 16, "nothing is left over"
+    assert at(result["dense"], 32768)["requests"] == plain
+
+
+def at(rows, context):
+    return min(rows, key=lambda row: abs(row["context"] - context))
+
+
+def check(plan: planner.Plan, memory: int) -> None:
+    """Nothing beyond what was given, and the capacity rule."""
+    assert sum(plan.outside.values()) + sum(plan.device_bytes.values()) <= memory
+    max_pages = 10**9  # of no account below the width
+    assert plan.slots >= planner.needed_slots(plan.max_running_requests, plan.shape, max_pages, plan.prefetch_headroom)
+    assert plan.max_running_requests >= 1 and plan.host_tokens >= 2 * plan.shape.page_size
+
+
+SITUATIONS = {
+    "model": st.sampled_from([path.stem for path in sorted(MODELS.iterdir())]),
+    "gpu": st.sampled_from([device.name for device in devices.DEVICES]),
+    "tp": st.sampled_from([1, 2, 4, 8]),
+    "memory": st.integers(10, 190),
+    "host": st.integers(1, 2000),
+    "budget": st.sampled_from([64, 512, 2048, 8192]),
+    "guide": st.sampled_from(["chain", "none"]),
+}
+
+
+def plan_or_none(model, gpu, tp, memory, host, budget, guide, residency="auto", **more):
+    settings = json.dumps({"guide": guide, "residency": residency})
+    given = options(
+        model, gpu, tp=tp, gpu_memory=f"{memory}GB", host=f"{host}GB", budget=budget, config=settings, **more
+    )
+    try:
+        return command.plan(given)
+    except ValueError as error:
+        assert "\n" not in str(error) and ";" in str(error), "one sentence that says what to do"
+        return None
+
+
+@settings(max_examples=60)
+@given(**SITUATIONS, running=st.none() | st.integers(1, 300))
+def test_never_beyond_what_was_given(model, gpu, tp, memory, host, budget, guide, running):
+    more = {} if running is None else {"max_running_requests": running}
+    result = plan_or_none(model, gpu, tp, memory, host, budget, guide, **more)
+    if result is None:
+        return
+    plan = result["plan"]
+    check(plan, memory * GB)
+    assert tp * plan.host_bytes <= host * GB
+    assert plan.max_running_requests <= (running or planner.DEFAULT_MAX_RUNNING_CUDA)
+    json.dumps(plan.as_dict())
+    for row in plan.estimates:
+        assert row["requests"] <= plan.max_running_requests
+        assert row["requests"] == 1 or row["requests"] * row["context"] <= plan.host_tokens
+
+
+@settings(max_examples=40)
+@given(**SITUATIONS, more=st.integers(1, 100))
+def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, guide, more):
+    here = plan_or_none(model, gpu, tp, memory, host, budget, guide, mem_fraction_static=0.85)
+    there = plan_or_none(model, gpu, tp, memory + more, host, budget, guide, mem_fraction_static=0.85)
+    if here is None:
+        return
+    assert there is not None, "what started with less starts with more"
+    assert there["plan"].host_tokens >= here["plan"].host_tokens
+    slower, faster = (max(row["tokens_per_second"][0] for row in r["plan"].estimates) for r in (here, there))
+    # Batches are compared by the mean of both curves at one length, residencies up to what the model is worth.
+    assert faster >= 0.75 * slower
+
+
+@settings(max_examples=40)
+@given(**SITUATIONS, more=st.integers(1, 500), running=st.integers(1, 200))
+def test_more_memory_never_admits_fewer(model, gpu, tp, memory, host, budget, guide, more, running):
+    fixed = {"mem_fraction_static": 0.85, "max_running_requests": running, "residency": "all"}
+    here = plan_or_none(model, gpu, tp, memory, host, budget, guide, **fixed)
+    if here is None:
+        return
+    gpu_more = plan_or_none(model, gpu, tp, memory + more, host, budget, guide, **fixed)
+    assert gpu_more is not None
+    assert gpu_more["plan"].max_running_requests >= here["plan"].max_running_requests
+    assert gpu_more["plan"].slots >= min(here["plan"].slots, gpu_more["plan"].host_tokens // 16)
+    host_more = plan_or_none(model, gpu, tp, memory, host + more, budget, guide, **fixed)
+    if host_more is not None:  # else its landmarks crowd the cache out, in a sentence
+        assert host_more["plan"].host_tokens >= here["plan"].host_tokens
+
+
+def test_fewer_layers_keep_a_cache_only_where_memory_is_short():
+    ample = command.plan(options("llama-3.1-8b", "h200"))["plan"]
+    short = command.plan(options("llama-3.1-8b", "l4"))["plan"]
+    assert ample.residency == "all" and short.residency == 0.0
+    assert any(reason.startswith("residency: 0%") for reason in short.reasons)
+    asked = command.plan(options("llama-3.1-8b", "h200", config='{"residency": "none"}'))["plan"]
+    assert asked.residency == "none" and not any(reason.startswith("residency") for reason in asked.reasons)
+
+
+def test_the_batch_is_the_fastest_one():
+    """Every other batch that fits is slower by the mean of the curves; a batch that was asked for is left alone."""
+    given = options("llama-3.1-8b", "h200", gpu_memory="40GB")
+    best = command.plan(given)["plan"]
+    assert any(reason.startswith(f"requests: {best.max_running_requests} of the ") for reason in best.reasons)
+
+    def mean_speed(requests):
+        plan = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", max_running_requests=requests))["plan"]
+        assert plan.max_running_requests == requests and not plan.reasons
+        return sum(at(plan.estimates, 32768)["tokens_per_second"])
+
+    # Beyond 22 requests of 32K tokens the host pool is full, so that the estimate speaks of fewer.
+    speeds = {n: mean_speed(n) for n in (4, 12, best.max_running_requests, 22)}
+    assert max(speeds, key=lambda n: speeds[n]) == best.max_running_requests
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "tp", "chunk", "share"),
+    [(24, 1, 2048, 0.846), (40, 1, 4096, 0.832), (80, 1, 8192, 0.837), (139, 8, 8192, 0.896), (180, 1, 16384, 0.857)],
+)
+def test_what_plain_sglang_keeps_for_itself(memory_gib, tp, chunk, share):
+    """By hand from its rule: 512 MiB, 1.5 MiB a token of a chunk, 128 MiB a rank, 2 MiB a captured row."""
+    assert dense.default_chunk(memory_gib << 30) == chunk
+    assert dense.static_share(memory_gib << 30, tp) == pytest.approx(share, abs=0.0015)
+
+
+# ---------------------------------------------------------------- as a program
+
+
+RUN = [sys.executable, "-c", "import sglang_dualdecoder; sglang_dualdecoder.main()"]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*RUN, *argv], capture_output=True, text=True, timeout=60)
+
+
+def test_it_answers_at_once_without_torch():
+    show = "import sys; sys.argv[1:] = sys.argv[2:]; import sglang_dualdecoder as s, atexit\n"
+    show += "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\ns.main()"
+    argv = ["plan", "--model-path", str(MODELS / "llama-3.1-8b.json"), "--gpu", "h200", "--host-memory", "96GB"]
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", show, "-", *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.strip() == "False", done.stderr
+    assert time.monotonic() - begin < 10, "it takes a third of a second on an idle machine"
+    assert "sparse KV plan (per rank)" in done.stdout and "plain SGLang in the same memory" in done.stdout
+
+
+def test_json_holds_the_same():
+    argv = ["--model-path", str(MODELS / "llama-3.1-8b.json"), "--gpu", "h200", "--host-memory", "96GB"]
+    said = json.loads(run("plan", *argv, "--json").stdout)
+    plan = command.plan(options("llama-3.1-8b", "h200"))["plan"]
+    assert said["plan"] == json.loads(json.dumps(plan.as_dict()))
+    assert said["gpu"] == "H200" and said["measured"] is True and len(said["dense"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--gpu", "T1000"], "T1000 is not among the GPUs"),
+        (["--gpu-memory", "10GB"], "the weights of one rank take 16.1 GB"),
+        (["--gpu-memory", "much"], "--gpu-memory is 'much', which is not a size"),
+        (["--tp", "3"], "--tp is 3 and the model has 32 heads"),
+        (["--tp", "0"], "--tp is 0"),
+        (["--context", "-5"], "--context is -5"),
+        (["--page-size", "7"], "--page-size is 7"),
+        (["--budget", "few"], "--sparse-kv-budget is 'few'"),
+        (["--host-memory", "1MB"], "hold 0 pages"),
+        (["--config", '{"residencey": 1}'], "perhaps 'residency' was meant"),
+        (["--model-path", "/no/where"], "--model-path /no/where is neither a folder"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_a_status(given, words):
+    # Only one of them as a process; the rest by the same function.
+    argv = ["plan", "--model-path", str(MODELS / "llama-3.1-8b.json"), "--gpu", "h200", "--host-memory", "9GB", *given]
+    if given[0] == "--tp":
+        done = run(*argv)
+        status, text = done.returncode, done.stderr
+    else:
+        status, text = captured(argv)
+    assert status == 1 and text.startswith("sglang-sparse-kv: ") and words in text, text
+    assert text.count("\n") == 1 and "Traceback" not in text
+
+
+def captured(argv: list[str]) -> tuple[int, str]:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        status = command.main(argv)
+    return status, err.getvalue()
+
+
+def test_a_model_that_is_not_served_is_refused(tmp_path):
+    path = write_model(tmp_path / "m", "MixtralForCausalLM", "mixtral")
+    status, text = captured(["plan", "--model-path", path, "--gpu", "h200", "--host-memory", "9GB"])
+    assert status == 1 and "does not serve MixtralForCausalLM" in text
+    windowed = write_model(tmp_path / "w", "MistralForCausalLM", "mistral", sliding_window=4096)
+    status, text = captured(["plan", "--model-path", windowed, "--gpu", "h200", "--host-memory", "9GB"])
+    assert status == 1 and "window of 4096 tokens" in text
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    status, text = captured(["plan", "--model-path", str(tmp_path / "broken")])
+    assert status == 1 and "says nothing about 'num_attention_heads'" in text
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    write_model(tmp_path / "hub" / "models--org--name" / "snapshots" / "abc", "LlamaForCausalLM", "llama")
+    assert model_shape.read("org/name", SparseKVConfig()).layers == 4
+    with pytest.raises(ValueError, match="neither a folder"):
+        model_shape.read("org/other", SparseKVConfig())
