@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.sparse_kv import host_memory, launch, report, sizing
+from sglang.srt.sparse_kv import host_memory, host_pool, launch, report, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.ops import pinned
 
 GB = 10**9
 GIB = 1 << 30
@@ -19,7 +20,7 @@ GIB = 1 << 30
 
 def sentence(error: BaseException) -> str:
     text = str(error)
-    assert "\n" not in text and re.search(r"\d", text) and re.search(r"; (raise|lower|use) ", text), text
+    assert "\n" not in text and re.search(r"\d", text) and re.search(r"; (raise|lower|use|end) ", text), text
     assert not re.search(r"-\d", text), f"a negative number means nothing to a reader: {text}"
     return text
 
@@ -194,6 +195,48 @@ def test_weights_that_leave_nothing_are_one_sentence(monkeypatch):
     with pytest.raises(SystemExit, match=r"the weights leave no GPU memory .* 24\.7 GB were free") as caught:
         launch.host_budget(too_large, None, 23)
     sentence(caught.value)
+
+
+@pytest.mark.parametrize("host", ["auto", "64MB"])
+def test_the_pool_is_built_as_planned(monkeypatch, caplog, host):
+    given = configurator(monkeypatch, max_total_tokens=20_000, sparse={"host_memory": host, "cache_memory": "30MB"})
+    plan = sizing.plan_for_configurator(given, GB)
+    with caplog.at_level("INFO"):
+        pool = host_pool.build_host_pool(given, plan.host_tokens)
+    page_bytes = pool.geometry.page_bytes
+    assert pool.get_kv_size_bytes() == plan.host_bytes + page_bytes and not bool(pool.host[:, -1].any())
+    assert pool.runtime.policy.residency == "all", "decided, not auto"
+    assert report.table(plan) in caplog.text
+    assert json.loads(json.dumps(pool.runtime.summary()["plan"]))["host_tokens"] == plan.host_tokens
+
+
+def test_host_memory_that_is_not_there_ends_the_start_in_a_sentence(monkeypatch):
+    given = configurator(monkeypatch, max_total_tokens=20_000, sparse={"host_memory": "64MB", "cache_memory": "30MB"})
+    plan = sizing.plan_for_configurator(given, GB)
+    monkeypatch.setattr(pinned, "PATIENCE", -1)
+    monkeypatch.setattr(host_memory, "available", lambda: 10**6)
+    with pytest.raises(SystemExit, match=r"0\.1 GB of host memory were to be taken .* only 0\.0 GB are left") as caught:
+        launch.build_pool(given, max_total_num_tokens=plan.host_tokens)
+    sentence(caught.value)
+
+
+def test_prompts_leave_room_for_an_answer():
+    """Whatever may enter the queue is admitted by SGLang's rule, at the latest when nothing else runs."""
+    page, pool = 16, 2048
+    worker = SimpleNamespace(model_runner=SimpleNamespace(server_args=SimpleNamespace(page_size=page)))
+    info = launch.room_to_answer(lambda self: (pool, 0, 4, None, pool - 1, pool - 6, 0), worker)
+    assert info[:5] == (pool, 0, 4, None, pool - 1) and info[6:] == (0,)
+
+    def admitted(prompt: int, wanted: int) -> bool:
+        whole = -(-prompt // page) * page
+        new = max(0, min(wanted, pool - 1 - prompt - 1, pool - whole - page - 1))  # SGLang's cut of max_new_tokens
+        return new > 0 and prompt + new + page < pool
+
+    longest = info[5] - 1  # SGLang refuses from the limit on
+    assert all(admitted(prompt, 4000) for prompt in range(1, longest + 1))
+    assert not admitted(longest + 1, 4000), "not one token is given away"
+    small = launch.room_to_answer(lambda self: (16, 0, 4, None, 15, 10, 0), worker)
+    assert small[5] == 1
 
 
 def test_a_forgotten_plan_is_noticed(monkeypatch):
