@@ -182,7 +182,7 @@ def test_the_table_names_every_purpose_once(monkeypatch):
     assert len(plan.estimates) == 3
     for row in plan.estimates:
         least, most = row["tokens_per_second"]
-        assert 0 < least <= most and f"{row['context']} tokens" in text
+        assert 0 < least <= most and f"  {least:.0f} to {most:.0f}  " in text
         assert 1 <= row["requests"] <= plan.max_running_requests
     assert all(reason in text for reason in plan.reasons)
 

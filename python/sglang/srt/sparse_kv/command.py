@@ -127,9 +127,13 @@ def _lines(result: dict[str, Any]) -> list[str]:
         report.table(result["plan"]),
         "  plain SGLang in the same memory",
     ]
-    for row in result["dense"]:
-        said = f"{row['requests']:>3} requests, {row['tokens_per_second']:.0f} tokens/s"
-        lines.append(f"    {row['context']:>7} tokens: {said if row['requests'] else 'does not fit'}")
+    rows = [
+        (str(row["context"]), str(row["requests"]), f"{row['tokens_per_second']:.0f}")
+        if row["requests"]
+        else (str(row["context"]), "does not fit", "")
+        for row in result["dense"]
+    ]
+    lines += report.columns([("context", "requests", "tokens/s"), *rows])
     chunk, least = result["chunked_prefill_size"], result["chunk_that_hides_its_prefix"]
     fits = "hides" if chunk >= least else "does not hide"
     lines.append(

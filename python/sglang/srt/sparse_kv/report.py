@@ -30,11 +30,21 @@ def expected(plan: Plan) -> list[str]:
     """What requests of three lengths can expect, as lines."""
     if not plan.estimates:
         return []
-    lines = [f"  expected with the figures of {plan.device}, from the high to the low miss curve"]
-    for row in plan.estimates:
-        least, most = row["tokens_per_second"]
-        lines.append(
-            f"    {row['context']:>7} tokens: {row['requests']:>3} requests, {least:.0f} to {most:.0f} tokens/s; "
-            f"more requests: {row['limit']}; slowest part of a step: {row['slowest']}"
+    rows = [
+        (
+            str(row["context"]),
+            str(row["requests"]),
+            row["limit"],
+            "{:.0f} to {:.0f}".format(*row["tokens_per_second"]),
+            row["slowest"],
         )
-    return lines
+        for row in plan.estimates
+    ]
+    title = f"  expected with the figures of {plan.device}, from the high to the low miss curve"
+    return [title, *columns([("context", "requests", "limited by", "tokens/s", "slowest part of a step"), *rows])]
+
+
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows of text, the first a heading, as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["    " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
