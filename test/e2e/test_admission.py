@@ -6,19 +6,32 @@ The server's host pool holds POOL tokens, its page cache about half as many.
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from typing import Any
 
 import pytest
 import requests
-from kinds import PAGE, SMALL_POOL_TOKENS
-from serving import Server
+from kinds import PAGE, SMALL_POOL_TOKENS, smallest_cache
+from serving import Kind, Server
 
 pytestmark = pytest.mark.slow
 
 POOL = SMALL_POOL_TOKENS
 STALLED = 60  # seconds without a token; a step takes a tenth of one
+
+
+def test_host_memory_that_cannot_be_had_refuses_to_start(demo_model: str):
+    """More than a process can address, so that the attempt fails at once and nobody else is short of memory."""
+    sparse = {"budget": 256, "cache_memory": smallest_cache(256, 1), "host_memory": "200TB"}
+    ended = subprocess.run(Kind((), sparse).command(demo_model, 1), capture_output=True, text=True, timeout=200)
+    assert ended.returncode != 0
+    sentence = ended.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("sglang-dualdecoder: 200000.0 GB of host memory could not be mapped"), ended.stderr[
+        -3000:
+    ]
+    assert sentence.endswith("; lower --sparse-kv-host-memory.")
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

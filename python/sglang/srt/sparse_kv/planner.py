@@ -21,7 +21,7 @@ SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 DEFAULT_MAX_RUNNING_CUDA = 128
 HOST_SHARE = 0.8  # of available host memory, which "auto" takes
 LANDMARK_SHARE = 0.25  # of the GPU memory free for KV, which "auto" host memory may ask for in landmarks and tables
-JUDGED_CONTEXT = 32768  # tokens at which batches are compared: where the miss curves were measured
+JUDGED_CONTEXT = 32768  # most tokens at which batches are compared: where the high miss curve was measured
 RESIDENCIES = (1.0, 0.75, 0.5, 0.25, 0.0)  # that "auto" compares
 WORTH = 1.05  # how much faster fewer resident layers have to be, since the model is no better than this
 
@@ -161,10 +161,12 @@ def plan(
     running = min(requested_running, largest_batch(slots, shape, geometry.max_pages, headroom))
     if running < 1:
         needed = needed_slots(1, shape, geometry.max_pages, headroom)
+        more = f"raise cache_memory in --sparse-kv-config to {needed * slot_bytes(geometry, config)} bytes"
+        if cuda and config.cache_memory == "auto":
+            more = "use a larger GPU, raise --mem-fraction-static, lower --sparse-kv-host-memory"
         raise ValueError(
             f"the page cache of {cache_bytes / 1e9:.3f} GB has {slots} slots per layer and kv head, one request needs "
-            f"{needed}; raise cache_memory in --sparse-kv-config to {needed * slot_bytes(geometry, config)} bytes or "
-            f"lower --sparse-kv-budget ({config.budget})"
+            f"{needed}; {more} or lower --sparse-kv-budget ({config.budget})"
         )
     # More slots than the host has pages would never be used.
     slots = min(slots, max(needed_slots(running, shape, geometry.max_pages, headroom), host_pages))
@@ -228,11 +230,15 @@ def splits(config: SparseKVConfig, geometry: Geometry, given: Given) -> Iterator
     shape = selection_shape(geometry, config)
     headroom = shape.prefetch_pages(config.prefetch_cap)
     for requests in range(1, given.running + 1):
-        cache = cache_bytes(config, geometry, given, requests)
-        slots = max(0, cache) // slot_bytes(geometry, config)
+        slots = slots_of(config, geometry, given, requests)
         if slots < needed_slots(requests, shape, geometry.max_pages, headroom):
             return
         yield requests, slots
+
+
+def slots_of(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> int:
+    """Slots per layer and kv head when so many requests may run."""
+    return max(0, cache_bytes(config, geometry, given, requests)) // slot_bytes(geometry, config)
 
 
 def cache_bytes(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> int:
@@ -276,9 +282,19 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
     if requests < most:
         limit = "link"
         reasons.append(
-            f"requests: {requests} of the {most} that fit, because more would wait for the link at "
-            f"{min(JUDGED_CONTEXT, given.context)} tokens; set --max-running-requests to choose"
+            f"requests: {requests} of the {most} that fit, because more would wait for the link; "
+            "set --max-running-requests to choose"
         )
+    if chosen.rows == 2:
+        both, one = (
+            _judge(option, geometry, given, requests, slots_of(option, geometry, given, requests))
+            for option in (chosen, dataclasses.replace(chosen, guide="none"))
+        )
+        if one > WORTH * both:
+            reasons.append(
+                f'rows: two, as set; with "guide": "none" {one:.0f} instead of {both:.0f} tokens/s are expected, '
+                "because there is little to predict"
+            )
     if auto and chosen.residency != 1.0:
         reasons.append(
             f"residency: {chosen.residency:.0%} of the layers keep a cache of their own, because GPU memory is short"
@@ -328,8 +344,10 @@ def estimate(
 
 
 def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
-    """What splits are compared by: the mean of the two miss curves."""
-    return sum(speeds(config, geometry, given, requests, min(JUDGED_CONTEXT, given.context), slots)) / 2
+    """What splits are compared by: the mean of the two miss curves, at contexts that fill the host pool."""
+    room = given.host // geometry.page_bytes * geometry.page_size // requests
+    context = max(1, min(JUDGED_CONTEXT, given.context, room))
+    return sum(speeds(config, geometry, given, requests, context, slots)) / 2
 
 
 def _check_cache_memory(config: SparseKVConfig, geometry: Geometry, given: Given) -> None:
