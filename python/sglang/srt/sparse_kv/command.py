@@ -42,6 +42,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", help=f"GPU whose figures to use: {names}; default: this machine's, else the H200")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 40GB; default: all of it")
+    parser.add_argument(
+        "--link-rate", metavar="SIZE", help="bytes a second from the host, as doctor measures them: 25GB"
+    )
     parser.add_argument("--host-memory", metavar="SIZE", default="auto", help="as --sparse-kv-host-memory")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="as --context-length; default: the model's")
     parser.add_argument("--tp", type=int, default=1, help="as --tp-size")
@@ -76,6 +79,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if context < 1:
         raise ValueError(f"--context is {context}; give a positive number of tokens")
     device = _device(options.gpu)
+    if options.link_rate:
+        device = dataclasses.replace(device, link=float(parse_size(options.link_rate, name="--link-rate")))
     memory = parse_size(options.gpu_memory, name="--gpu-memory") if options.gpu_memory else device.memory
     share = options.mem_fraction_static or dense.static_share(memory, options.tp)
     weights = shape.weights(options.tp)
