@@ -63,7 +63,7 @@ def test_totals_are_sums_and_bytes_are_tokens():
 def test_a_reset_starts_anew():
     rig = running()
     rig.decode([1, 2])
-    rig.runtime.note_guides(torch.tensor([True, False, True]), torch.tensor([True, True, False]))
+    rig.runtime.note_guides(torch.tensor([5, 7, -1]), torch.tensor([5, 6, 8]))
     summary = rig.runtime.summary()
     assert (summary["guide_hits"], summary["guides"], summary["steps"]) == (1, 2, 1)
     rig.runtime.reset_counters()

@@ -144,6 +144,41 @@ def test_prefill_spares_what_decode_selected():
     assert dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))["missed"] >= missed
 
 
+def test_a_radix_hit_finds_room_again():
+    """After the cache was emptied, a prefill of a few tokens brings the whole prefix, and decode misses nothing."""
+    rig = small_blocks(Rig(seed=10, layers=3, pages=60, context=300, requests=2, residency=[0, 2]), 2)
+    rig.start(1)
+    rig.extend({1: 12 * PAGE})
+    rig.decode([1])
+    rig.fork(2, 1, 12 * PAGE)
+    rig.finish(1)
+    rig.runtime.flush()
+    rig.extend({2: 3})
+    for page in rig.owned[2]:
+        assert [all(resident(rig, layer, page)) for layer in (0, 2)] == [True, True]
+    before = dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))
+    assert before["evicted"] == before["prefetched"] == 0
+    for _ in range(5):
+        rig.decode([2])
+    assert rig.runtime.cache.counters[[0, 2], COUNTERS.index("missed")].tolist() == [0, 0]
+
+
+def test_a_radix_hit_spares_what_decode_selected():
+    rig = small_blocks(Rig(seed=11, layers=1, pages=120, context=500, requests=2), 2)
+    rig.start(1)
+    rig.extend({1: 25 * PAGE})
+    rig.start(2)
+    rig.extend({2: 20 * PAGE})
+    rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width + 3})
+    for _ in range(3):
+        rig.decode([2])
+    view = rig.runtime.cache.views[0]
+    kept = view.page_of[view.stamp == rig.runtime.clock].clone()
+    rig.extend({1: 5})
+    assert torch.equal(view.page_of[view.stamp == rig.runtime.clock], kept)
+    assert bool((view.page_of >= 0)[view.stamp < 2**31 - 1].all()), "nothing that was free is left"
+
+
 def test_a_prefill_is_no_miss_and_no_traffic():
     rig = Rig(seed=7, layers=2, pages=60, context=300, requests=1)
     rig.start(1)

@@ -33,8 +33,9 @@ class Runtime:
         self.policy = SimpleNamespace(guide="chain")
         self.hits, self.steps, self.flushes = [], 0, 0
 
-    def note_guides(self, hits, active):
-        self.hits.append([hit if known else None for hit, known in zip(hits.tolist(), active.tolist())])
+    def note_guides(self, guess, tokens):
+        pairs = zip(guess.tolist(), tokens.tolist(), strict=True)
+        self.hits.append([guessed == token if guessed >= 0 else None for guessed, token in pairs])
 
     def end_step(self):
         self.steps += 1

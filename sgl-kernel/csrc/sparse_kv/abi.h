@@ -74,6 +74,7 @@ struct SkvResolve {
   int64_t mode;   // 0 resolve, 1 prefetch, 2 install
   int64_t tally;  // resolve: count selected and hit
   int64_t move;   // resolve: copy the missing units before returning
+  int64_t places;  // install: units name a page by its place in `pages`
 };
 
 struct SkvAppend {
@@ -106,7 +107,7 @@ struct SkvScore {
   int64_t n;
   int64_t rows;
   int64_t group;
-  int64_t blocks;  // of the launch
+  int64_t blocks;  // of the launch that score
 };
 
 struct SkvSelect {
@@ -170,6 +171,28 @@ struct SkvLookup {
   int64_t n;
   int64_t width;
   int64_t page_size;  // 0: look up logical pages; else read a page table from req_to_token
+};
+
+struct SkvStep {
+  const int32_t* req_to_token;  // [slots][row_length]
+  int64_t row_length;
+  SkvInts req;      // [n] rows of it; 0 is the padding row
+  SkvInts length;   // [n] committed tokens
+  int32_t* table;   // [n][width] physical pages
+  uint8_t* active;  // [n]
+  int64_t* lengths;
+  int32_t* open_page;
+  int64_t* offset;
+  int64_t* closed;
+  int64_t* last_tokens;
+  int64_t* lo;  // [n][rows]
+  int64_t* hi;
+  int64_t n;
+  int64_t rows;
+  int64_t width;
+  int64_t page_size;
+  int64_t sinks;   // pages
+  int64_t window;  // tokens
 };
 
 struct SkvAttend {

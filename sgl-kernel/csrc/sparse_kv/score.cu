@@ -44,39 +44,23 @@ __device__ __forceinline__ void find_spans(const SkvScore& args, const Spans& sp
   __syncthreads();
 }
 
-// Queries in the order in which attention reads them: a thread takes a piece of 16 bytes when the kernel begins, and puts
-// it down when it ends, so that nothing waits for it. Where there are more pieces than threads, it takes the rest then.
-struct Reorder {
-  const SkvScore* args;
-  int64_t heads, element, dim, total, stride;
-  int64_t place;
-  int4 held;
-
-  __device__ __forceinline__ Reorder(const SkvView& view, const SkvScore& score)
-      : args(&score), heads(view.heads), element(element_bytes(score.q_dtype)), dim(view.head_dim) {
-    total = score.q_out ? score.n * heads * score.rows * score.group * dim * element / 16 : 0;
-    stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-    if (place < total) held = *source(place);
+// Queries in the order in which attention reads them: by blocks beyond those that score, which nobody waits for.
+__device__ __forceinline__ void reorder(const SkvView& view, const SkvScore& args) {
+  int64_t element = element_bytes(args.q_dtype), bytes = args.group * view.head_dim * element, pieces = bytes / 16;
+  int64_t total = args.n * view.heads * args.rows * pieces, stride = (gridDim.x - args.blocks) * blockDim.x;
+  for (int64_t i = (blockIdx.x - args.blocks) * blockDim.x + threadIdx.x; i < total; i += stride) {
+    int64_t line = i / pieces, row = line % args.rows, head = line / args.rows % view.heads;
+    int64_t n = line / args.rows / view.heads;
+    auto* source = static_cast<const char*>(args.q) + (n * args.rows + row) * args.stride_q * element + head * bytes;
+    static_cast<int4*>(args.q_out)[i] = reinterpret_cast<const int4*>(source)[i % pieces];
   }
-  __device__ __forceinline__ const int4* source(int64_t i) const {
-    int64_t pieces = args->group * dim * element / 16, piece = i % pieces, row = i / pieces % args->rows;
-    int64_t head = i / pieces / args->rows % heads, n = i / pieces / args->rows / heads;
-    return reinterpret_cast<const int4*>(static_cast<const char*>(args->q) +
-                                         ((n * args->rows + row) * args->stride_q + head * args->group * dim) * element) +
-           piece;
-  }
-  __device__ __forceinline__ void finish() const {
-    if (place < total) static_cast<int4*>(args->q_out)[place] = held;
-    for (int64_t i = place + stride; i < total; i += stride) static_cast<int4*>(args->q_out)[i] = *source(i);
-  }
-};
+}
 
 // Chunks for one warp: first the one of its own number, then whichever nobody has taken. Blocks that start late, where
 // other kernels hold multiprocessors, find less to do.
 struct Tickets {
   int32_t* counters;
-  int items, warps;
+  int items, blocks, warps;
   int ticket = 0;
 
   __device__ __forceinline__ bool more() const { return items > warps; }
@@ -90,7 +74,7 @@ struct Tickets {
     __syncthreads();
     if (threadIdx.x != 0) return;
     __threadfence();
-    if (atomicAdd(counters + 1, 1) != static_cast<int>(gridDim.x) - 1) return;
+    if (atomicAdd(counters + 1, 1) != blocks - 1) return;
     atomicExch(counters, 0);
     atomicExch(counters + 1, 0);
   }
@@ -158,12 +142,16 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
   SKV_DYNAMIC_SHARED(shared);
   __shared__ BlockScratch scratch;
   wait_for_previous_kernel();
-  Reorder reorder(view, args);
+  if (blockIdx.x >= args.blocks) {
+    reorder(view, args);
+    return;
+  }
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
   find_spans(args, spans, scratch);
   int items = spans.start[requests] * heads;
-  Tickets tickets{args.tickets, items, static_cast<int>(gridDim.x * (blockDim.x >> 5))};
+  int blocks = static_cast<int>(args.blocks);
+  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
   int row = lane_id() / 4, part = lane_id() % 4;
   auto* landmarks = static_cast<const T*>(view.landmarks);
   float scale = static_cast<float>(args.scale) * kLog2e;
@@ -244,7 +232,6 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
           *reinterpret_cast<float2*>(columns[tile][j].partial) = make_float2(sums[tile][j].top, sums[tile][j].sum);
       }
   }
-  reorder.finish();
   tickets.finish();
 }
 
@@ -256,13 +243,17 @@ __global__ void __launch_bounds__(kScoreThreads)
   SKV_DYNAMIC_SHARED(shared);
   __shared__ BlockScratch scratch;
   wait_for_previous_kernel();
-  Reorder reorder(view, args);
+  if (blockIdx.x >= args.blocks) {
+    reorder(view, args);
+    return;
+  }
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads), dim = static_cast<int>(view.head_dim);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
   auto* queries = reinterpret_cast<float*>(shared + (2 * requests + 1 + 3) / 4 * 16) + warp_id() * kPlainQueries * dim;
   find_spans(args, spans, scratch);
   int items = spans.start[requests] * heads;
-  Tickets tickets{args.tickets, items, static_cast<int>(gridDim.x * (blockDim.x >> 5))};
+  int blocks = static_cast<int>(args.blocks);
+  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
@@ -314,8 +305,14 @@ __global__ void __launch_bounds__(kScoreThreads)
       }
     }
   }
-  reorder.finish();
   tickets.finish();
+}
+
+inline dim3 grid(const SkvView& view, const SkvScore& args) {
+  constexpr int64_t kEach = 8 * kScoreThreads;  // pieces of 16 bytes that a block puts in order
+  int64_t bytes = args.n * view.heads * args.rows * args.group * view.head_dim * (args.q_dtype == SKV_FP32 ? 4 : 2);
+  int64_t more = args.q_out ? (bytes / 16 + kEach - 1) / kEach : 0;
+  return dim3(static_cast<unsigned>(args.blocks + more));
 }
 
 template <typename T, int kDim>
@@ -325,7 +322,7 @@ int launch_score(const SkvView& view, const SkvScore& args, const Launch& where)
   bool few = args.blocks <= kFewBlocks;
   auto* kernel = args.rows * args.group <= 8 ? few ? score_kernel<T, kDim, 1, kChunk / 16> : score_kernel<T, kDim, 1, 2>
                                              : score_kernel<T, kDim, 2, 1>;
-  return launch(where, kernel, dim3(args.blocks), kScoreThreads, shared, view, args);
+  return launch(where, kernel, grid(view, args), kScoreThreads, shared, view, args);
 }
 
 }  // namespace skv
@@ -340,5 +337,5 @@ SKV_EXPORT int skv_score(const SkvView* view, const SkvScore* args, const Launch
   if (same && args->q_dtype == SKV_FP16 && view->head_dim == 64) return launch_score<__half, 64>(*view, *args, *where);
   size_t queries = static_cast<size_t>(kScoreThreads / 32) * kPlainQueries * view->head_dim * sizeof(float);
   size_t shared = (2 * args->n + 1 + 3) / 4 * 16 + queries;
-  return launch(*where, score_plain_kernel, dim3(args->blocks), kScoreThreads, shared, *view, *args);
+  return launch(*where, score_plain_kernel, grid(*view, *args), kScoreThreads, shared, *view, *args);
 }

@@ -62,6 +62,7 @@ class SparseKVAttnBackend(AttentionBackend):
                 self.req_to_token_pool.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
+                self.runtime.ops,
             )
             self.runtime.schedule.begin_step(self.step)
 

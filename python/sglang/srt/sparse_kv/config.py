@@ -89,7 +89,7 @@ class SparseKVConfig:
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
         prefetch: fetch predicted pages ahead of their layer.
-        lookahead: how many layers ahead a fetch starts.
+        lookahead: layers, counted from the last, that fetch at the start of the next step.
         prefetch_cap: most pages fetched ahead per request, layer, kv head and step, as a share of the budget, 0..1.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
         ring: layer-sized buffers that the non-resident layers share, 2..4.
@@ -106,7 +106,7 @@ class SparseKVConfig:
     sinks: int = 16
     window: int = 64
     prefetch: bool = True
-    lookahead: int = 2
+    lookahead: int = 8
     prefetch_cap: float = 1.0
     cache_memory: int | str = "auto"
     ring: int = 3

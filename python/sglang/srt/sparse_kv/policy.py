@@ -30,6 +30,7 @@ class Policy:
     residency: Any = "all"
     cache_slots: int = 0
     transfer: str = "plain"
+    miss_rate: float = 0.0  # share of hits that are brought from the host again, to see what worse predictions cost
     seed: int = 0
     check: bool = False  # verify tables and contents after every step
     poison: bool = False  # overwrite pages that the allocator got back
@@ -81,4 +82,6 @@ class Policy:
             value = int(value)
         elif key == "prefetch_cap" and not (number and 0 <= value <= 1):
             raise ValueError(f"sparse_kv policy prefetch_cap takes a share of the budget from 0 to 1, got {value!r}")
+        elif key == "miss_rate" and not (number and 0 <= value <= 1):
+            raise ValueError(f"sparse_kv policy miss_rate takes a share of the hits from 0 to 1, got {value!r}")
         return value

@@ -69,7 +69,7 @@ class Prefill:
         out = torch.empty_like(q)
         for chunk in step.chunks:
             rows = slice(chunk.start, chunk.start + chunk.tokens)
-            out[rows] = self._attend(view, chunk, q[rows], k[rows], v[rows], scale)
+            out[rows] = self._attend(layer, view, chunk, q[rows], k[rows], v[rows], scale)
         if layer == runtime.geometry.num_layers - 1:
             runtime.transfer.join_all()
         return out
@@ -84,7 +84,7 @@ class Prefill:
         fetch = runtime.ops.install(view, step.written, step.written_tokens, runtime.clock_long_ago)
         runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
 
-    def _attend(self, view, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
+    def _attend(self, layer: int, view, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
         runtime = self.runtime
         page_size = runtime.geometry.page_size
         blocks = -(-chunk.prefix // (self.block_pages * page_size))
@@ -95,11 +95,22 @@ class Prefill:
             runtime.transfer.join(("staging", block % 2))
             tokens = min(chunk.prefix - block * self.block_pages * page_size, self.block_pages * page_size)
             pages = -(-tokens // page_size)
+            self._keep(layer, view, chunk, block, tokens // page_size)
             staged = self.staging[block % 2, :pages].permute(2, 1, 0, 3, 4)  # [2, H, pages, P, D]
             keys, values = staged.reshape(2, staged.shape[1], pages * page_size, -1)[:, :, :tokens]
             part, part_lse = runtime.ops.attend_block(q, keys, values, scale, causal=False)
             out, lse = runtime.ops.merge(out, lse, part, part_lse)
         return out
+
+    def _keep(self, layer: int, view, chunk: Chunk, block: int, pages: int) -> None:
+        """Lets a staged block's first `pages`, which are full, stay in slots that are free or long unused: after a
+        radix hit, decode then finds the context resident as far as there is room.
+        """
+        runtime = self.runtime
+        if pages and layer not in runtime.cache.scoped:
+            first = block * self.block_pages
+            staged = self.staging[block % 2, :pages]
+            runtime.ops.adopt(view, chunk.pages[first : first + pages], staged, runtime.clock_long_ago)
 
     def _stage(self, view, chunk: Chunk, block: int, blocks: int) -> None:
         if block >= blocks:

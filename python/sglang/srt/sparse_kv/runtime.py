@@ -58,9 +58,9 @@ class SparseKVRuntime:
             dtype=torch.int32,
             device=device,
         )
-        self.clock = torch.tensor([FIRST_STEP], dtype=torch.int32, device=device)
-        self.clock_before = self.clock - 1
-        self.clock_long_ago = self.clock - LONG_UNUSED
+        clocks = [FIRST_STEP, FIRST_STEP - 1, FIRST_STEP - LONG_UNUSED]
+        self._clocks = torch.tensor(clocks, dtype=torch.int32, device=device)
+        self.clock, self.clock_before, self.clock_long_ago = self._clocks.split(1)
         # On the device, so that a captured graph obeys a switch.
         self.prefetch_cap = torch.zeros(1, dtype=torch.int32, device=device)
         self.forced_cap = torch.zeros(1, dtype=torch.int32, device=device)
@@ -88,8 +88,7 @@ class SparseKVRuntime:
 
     def tick(self) -> None:
         """Starts a step: what was selected until now may leave the cache."""
-        for clock in (self.clock, self.clock_before, self.clock_long_ago):
-            clock += 1
+        self._clocks += 1
 
     def _set_caps(self) -> None:
         cap = self.shape.prefetch_pages(self.policy.prefetch_cap)
@@ -100,10 +99,9 @@ class SparseKVRuntime:
         """Forgets predictions of request slots, int [N]: their owner may have changed."""
         self.predicted[req] = NONE
 
-    def note_guides(self, hits: torch.Tensor, active: torch.Tensor) -> None:
-        """Counts right guesses. bool [N] each; inactive requests had no guess."""
-        self.guide_hits[0] += (hits & active).sum()
-        self.guide_hits[1] += active.sum()
+    def note_guides(self, guess: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts right guesses. int [N] each: guesses, negative where there was none, and what was drawn."""
+        self.ops.count_guides(self.guide_hits, guess, tokens)
 
     def end_step(self) -> None:
         """Called by the worker after a decode forward."""
@@ -136,11 +134,21 @@ class SparseKVRuntime:
         self.transfer.join_all()
         if new.residency != self.policy.residency:
             self.cache.set_residency(new.residency)
+        self._impose_misses(new.miss_rate)
         self.transfer = self._transfer(new.transfer, new.seed)
         self.cache.limit_slots(new.cache_slots)  # empties it, so that each policy starts from nothing
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
         self._set_caps()
+
+    def _impose_misses(self, rate: float) -> None:
+        if self.device.type == "cpu":
+            if rate:
+                raise ValueError(f"sparse_kv policy miss_rate exists on the CUDA engine only, got {rate}; use 0")
+            return
+        from sglang.srt.sparse_kv.ops.cuda import set_miss_rate
+
+        set_miss_rate(self.device, rate)
 
     def _transfer(self, name: str, seed: int) -> Transfer:
         if self.device.type == "cpu":

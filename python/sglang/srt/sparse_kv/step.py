@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
-from sglang.srt.sparse_kv.ops.reference import NONE, physical_pages
+from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.reference import NONE
 
 
 @dataclass
@@ -25,27 +27,12 @@ class DecodeStep:
     last_tokens: torch.Tensor  # int64 [N] tokens in the open page, row 0's included
 
     @classmethod
-    def build(cls, geometry: Geometry, shape: SelectionShape, rows: int, req_to_token, req, length) -> DecodeStep:
-        """req_to_token int32 [slots, context]; req int64 [N]; length int [N]."""
-        page_size = geometry.page_size
-        length = length.long()
-        table = physical_pages(req_to_token, req, page_size, geometry.max_pages)
-        open_logical = length // page_size
-        offset = length % page_size
-        positions = length[:, None] + torch.arange(rows, device=length.device)
-        lo, hi = shape.candidate_bounds(positions)
-        return cls(
-            req=req,
-            active=req > 0,
-            length=length,
-            table=table,
-            open_page=table.gather(1, open_logical[:, None])[:, 0],
-            offset=offset,
-            closed_pages=open_logical,
-            lo=lo,
-            hi=hi,
-            last_tokens=offset + 1,
-        )
+    def build(
+        cls, geometry: Geometry, shape: SelectionShape, rows: int, req_to_token, req, length, ops: Any = reference
+    ) -> DecodeStep:
+        """req_to_token int32 [slots, context]; req int64 [N]; length int [N]; ops: the device's engine."""
+        batch = ops.decode_step(shape, geometry.max_pages, rows, req_to_token, req, length)
+        return cls(req=req, **vars(batch))
 
     def forced(self, shape: SelectionShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Forced pages of row 0 with the committed tokens of each: (int32 [N, F] physical, int32 [N, F]).

@@ -236,7 +236,7 @@ class DualDecodeWorker(BaseSpecWorker):
             sampling.advance_penalties(info, uncounted, self._penalty_rates[slots])
             drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, self._runner.sampler)
             info.grammar_mask = None
-            self.runtime.note_guides(guess == next_tokens, guessed)
+            self.runtime.note_guides(guess, next_tokens)
             guide.observe(slots, drawn)
         self.runtime.end_step()
 

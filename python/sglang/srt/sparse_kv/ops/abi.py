@@ -34,7 +34,8 @@ Work: Any = _struct("Work", "error:p cursor:p urgent:p list:p rows:p skip:p miss
 Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
-    "step:p cap:p num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i tally:i move:i",
+    "step:p cap:p num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i tally:i move:i "
+    "places:i",
 )
 Append: Any = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
 Score: Any = _struct(
@@ -52,6 +53,11 @@ Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct("Stage", "pages:n target:p count:i blocks:i")
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
 Lookup: Any = _struct("Lookup", "source:n table:p table_width:i out:p n:i width:i page_size:i")
+Step: Any = _struct(
+    "Step",
+    "req_to_token:p row_length:i req:n length:n table:p active:p lengths:p open_page:p offset:p closed:p last_tokens:p "
+    "lo:p hi:p n:i rows:i width:i page_size:i sinks:i window:i",
+)
 Attend: Any = _struct(
     "Attend",
     "q:p q_out:p k_row1:p v_row1:p stride_q:i stride_k:i stride_v:i slots:p num_pages:n last_tokens:n indptr:p "
@@ -65,7 +71,7 @@ class Launch(ctypes.Structure):
     _fields_ = [("stream", c_void_p), ("device", c_int), ("overlap", c_int)]
 
 
-STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Lookup, Attend, Launch)
+STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Lookup, Step, Attend, Launch)
 
 # Every function ends with a Launch and returns a CUDA status. Structs named twice may be null from the second on.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -79,6 +85,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "stage": (View, Stage),
     "store_chunk": (View, Chunk),
     "lookup": (Lookup,),
+    "step": (Step,),
+    "count_guides": (Ints, Ints, c_int64, c_void_p),
     "attend_prepare": (View, Attend),
     "attend_finish": (View, Attend),
     "invalidate": (View, Ints, c_int64),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from sglang.srt.sparse_kv.ops import abi, build
 from sglang.srt.sparse_kv.ops.attend import Inputs, attend, attend_block, attend_inputs, merge
+from sglang.srt.sparse_kv.ops.cuda_batch import count_guides, decode_step, lookup, physical_pages
 from sglang.srt.sparse_kv.ops.launching import (
     capturing_safe,
     contiguous,
@@ -35,12 +36,15 @@ from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch, Selec
 from sglang.srt.sparse_kv.ops.workspace import chunks, workspace
 
 __all__ = [
+    "adopt",
     "append",
     "attend",
     "attend_block",
     "attend_inputs",
     "check",
     "clear",
+    "count_guides",
+    "decode_step",
     "gather",
     "install",
     "invalidate",
@@ -63,6 +67,7 @@ __all__ = [
 MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "4"))
 MOVER_BLOCKS_SMALL_UNITS = 6  # below 8 KB
 MOVER_BLOCKS_PLAIN = 16
+ADOPTING_BLOCKS = 32  # from device memory, where no link is the limit
 MAX_BUDGET_PAGES = 1024
 RESOLVE, PREFETCH, INSTALL = range(3)
 
@@ -88,30 +93,6 @@ class DeviceFetch(Fetch):
 
 
 # ---------------------------------------------------------------- scores and selection
-
-
-def physical_pages(req_to_token, req_indices, page_size: int, max_pages: int) -> torch.Tensor:
-    """Page table of a batch, as reference.physical_pages."""
-    width = min(max_pages, -(-req_to_token.shape[1] // page_size))
-    out = torch.empty((req_indices.shape[0], width), dtype=torch.int32, device=req_to_token.device)
-    table = contiguous(req_to_token, "req_to_token", torch.int32)
-    args = abi.Lookup(
-        ints(req_indices, "req_indices"), pointer(table), table.shape[1], pointer(out), out.shape[0], width, page_size
-    )
-    launch("lookup", out.device, args)
-    return out
-
-
-def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
-    """Physical pages of logical ones, as reference.lookup."""
-    out = torch.empty(logical.shape, dtype=torch.int32, device=table.device)
-    source = ints(logical, "logical")
-    table = contiguous(table, "table", torch.int32)
-    width = logical[0].numel() if logical.shape[0] else 0
-    launch(
-        "lookup", out.device, abi.Lookup(source, pointer(table), table.shape[1], pointer(out), out.shape[0], width, 0)
-    )
-    return out
 
 
 @dataclass
@@ -319,6 +300,17 @@ def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index):
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
     """As reference.install; pages that are resident after all are left alone."""
     return _edit(view, _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0)))
+
+
+def adopt(view: LayerView, pages, staged: torch.Tensor, step) -> None:
+    """As reference.adopt."""
+    shape = (1, pages.shape[0])
+    fetch = _edit(view, _request(view, pages, None, step, INSTALL, shape, (0, 0), places=1))
+    there = view_of(view)
+    there.host, there.pages = pointer(contiguous(staged, "staged", view.kv.dtype)), staged.shape[0]
+    args = abi.Gather(units=pointer(fetch.units), count=pointer(fetch.count), blocks=ADOPTING_BLOCKS)
+    work = workspace(view.stamp.device).work(view.stamp.shape[0], 1)
+    launch("gather", view.stamp.device, there, work, args)
 
 
 def invalidate(view: LayerView, pages) -> None:

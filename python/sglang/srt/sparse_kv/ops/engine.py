@@ -9,6 +9,8 @@ import torch
 
 # What an engine must provide; both engines are checked against this list by a test.
 OPERATIONS = (
+    "decode_step",
+    "count_guides",
     "lookup",
     "score",
     "select",
@@ -19,6 +21,7 @@ OPERATIONS = (
     "stage",
     "store_chunk",
     "install",
+    "adopt",
     "invalidate",
     "clear",
     "attend_inputs",

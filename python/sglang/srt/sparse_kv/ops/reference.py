@@ -68,6 +68,37 @@ def physical_pages(
     return torch.div(rows, page_size, rounding_mode="floor").to(torch.int32)
 
 
+@dataclass
+class Batch:
+    """What a decode step knows about its batch; `step.DecodeStep` says what each is."""
+
+    active: torch.Tensor  # bool [N]
+    length: torch.Tensor  # int64 [N]
+    table: torch.Tensor  # int32 [N, MP]
+    open_page: torch.Tensor  # int32 [N]
+    offset: torch.Tensor  # int64 [N]
+    closed_pages: torch.Tensor  # int64 [N]
+    last_tokens: torch.Tensor  # int64 [N]
+    lo: torch.Tensor  # int64 [N, R]
+    hi: torch.Tensor  # int64 [N, R]
+
+
+def decode_step(shape, max_pages: int, rows: int, req_to_token, req, length) -> Batch:
+    """req_to_token int32 [slots, context]; req int64 [N], 0 for padding; length int [N] committed tokens."""
+    length = length.long()
+    table = physical_pages(req_to_token, req, shape.page_size, max_pages)
+    open_logical, offset = length // shape.page_size, length % shape.page_size
+    lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows, device=length.device))
+    open_page = table.gather(1, open_logical[:, None])[:, 0]
+    return Batch(req > 0, length, table, open_page, offset, open_logical, offset + 1, lo, hi)
+
+
+def count_guides(counts: torch.Tensor, guess: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Adds right guesses and guesses to counts, int64 [2]. guess, tokens int [N]; a negative guess is none."""
+    counts[0] += ((guess >= 0) & (guess == tokens)).sum()
+    counts[1] += (guess >= 0).sum()
+
+
 def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
     """Physical pages of logical ones. table int32 [N, MP], logical int [N, H, C] -> int32 [N, H, C], NONE kept."""
     n, heads, width = logical.shape
@@ -396,3 +427,21 @@ def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: to
     copied = [MISSED, TOKENS_IN]  # on the device, where the chunk is: nothing missed and nothing crossed the link
     view.counters[copied] = before[copied]
     return fetch
+
+
+def adopt(view: LayerView, pages: torch.Tensor, staged: torch.Tensor, step: torch.Tensor) -> None:
+    """Keeps units of pages that were brought for a prefill: those not resident take slots with stamp < step, the last
+    pages first, as far as slots reach.
+
+    pages int [M], each once and full; staged [M, H, 2, P, D] their contents, on the cache's device.
+    """
+    order = pages.long().flip(0)
+    wanted = order.to(torch.int32).expand(1, view.stamp.shape[0], -1)
+    missing = _slots_of(view, wanted) < 0
+    before = view.counters.clone()
+    fetch = _enter(view, *_distinct(view, missing, wanted, None, by_rank=True), step, ahead=False, must=False)
+    copied = [MISSED, TOKENS_IN]
+    view.counters[copied] = before[copied]
+    page, head, slot, _ = fetch.units.long().unbind(1)
+    place = torch.full_like(view.slot_of[0], NONE, dtype=torch.int64).scatter(0, pages.long(), torch.arange(len(pages)))
+    view.kv[head, slot] = staged[place[page], head]
