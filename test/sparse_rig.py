@@ -137,7 +137,7 @@ class Rig:
                     expect = self.oracle(q[own], k[own], v[own], keys, values)
                     torch.testing.assert_close(out[own], expect, atol=2e-5, rtol=2e-4)
             outs.append(out)
-        self.runtime.end_step()
+        self.runtime.end_step(n)
         return outs
 
     def oracle(self, q, k, v, keys, values) -> torch.Tensor:

@@ -57,6 +57,11 @@ def test_totals_are_sums_and_bytes_are_tokens():
     fetched = total["missed"] + total["prefetched"]
     assert total["bytes_in"] <= fetched * rig.geometry.unit_bytes and total["bytes_in"] > 0
     forced = rig.runtime.shape.forced_pages
+    everything = token * 2 * 3  # heads, layers
+    assert summary["bytes_stored"] == (150 + 70 + 6 * 2) * everything and summary["bytes_staged"] == 0
+    rig.extend({1: 5})
+    page = rig.geometry.page_size
+    assert rig.runtime.summary()["bytes_staged"] == -(-156 // page) * page * everything
     assert 6 * 3 * 2 * 2 * forced < total["selected"] <= 6 * 3 * 2 * 2 * rig.runtime.shape.width
 
 

@@ -291,7 +291,7 @@ def test_residency_and_limits_change_with_entries_in_the_cache():
             assert all(int((b.page_of >= 0).sum()) == int((b.slot_of >= 0).sum()) == 0 for b in cache.buffers())
             free = [int((b.stamp == NEVER).sum()) for b in cache.buffers()]
             assert free == [usable or 4] * len(free)
-    assert cache.occupancy() == 0.0
+    assert cache.used_slots() == 0
 
 
 def test_a_residency_without_buffers_changes_nothing():

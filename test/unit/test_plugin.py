@@ -296,6 +296,26 @@ def test_counters_in_server_info_and_in_the_log(scheduler, monkeypatch):
     assert launch.log_counters(["token usage: 0.1"], None) == ["token usage: 0.1", "sparse hit: 1.000"]
 
 
+def test_one_exporter_publishes_whenever_sglang_does(monkeypatch):
+    from sglang.srt.sparse_kv import prometheus
+
+    made, published = [], []
+
+    class Exporter:
+        def __init__(self, collector):
+            made.append(collector)
+
+        def publish(self, runtime, stats):
+            published.append((runtime, stats))
+
+    monkeypatch.setattr(prometheus, "Exporter", Exporter)
+    monkeypatch.setattr(launch._Counters, "runtime", "runtime")
+    monkeypatch.setattr(launch._Counters, "exporter", None)
+    for stats in (1, 2):
+        launch.publish_metrics(None, "collector", stats)
+    assert (made, published) == (["collector"], [("runtime", 1), ("runtime", 2)])
+
+
 def request(**values):
     return types.SimpleNamespace(server_args=values)
 

@@ -15,7 +15,7 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 FLOORS = (
     {"config", "geometry", "devices", "host_memory"},
     {"ops", "csrc"},
-    {"page_cache", "transfer", "policy", "step", "metrics"},
+    {"page_cache", "transfer", "policy", "step", "metrics", "prometheus"},
     {"cost"},
     {"planner", "report", "dense"},
     {"schedule"},

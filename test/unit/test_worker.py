@@ -37,8 +37,9 @@ class Runtime:
         pairs = zip(guess.tolist(), tokens.tolist(), strict=True)
         self.hits.append([guessed == token if guessed >= 0 else None for guessed, token in pairs])
 
-    def end_step(self):
+    def end_step(self, requests):
         self.steps += 1
+        self.stored = [*getattr(self, "stored", []), requests]
 
     def flush(self):
         self.flushes += 1

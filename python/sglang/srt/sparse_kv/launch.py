@@ -143,14 +143,24 @@ def small_eager_buffers(original: Callable, self: Any, model_runner: Any) -> Non
 
 
 class _Counters:
-    """The runtime of this process; SGLang's statistics have no way to the pool."""
+    """What there is one of in this process; SGLang's statistics have no way to the pool."""
 
     runtime: Any = None
+    exporter: Any = None
 
 
 def log_counters(parts: list[str], self: Any) -> list[str]:
     """AFTER ``PoolStats.get_decode_usage_msg_parts``: parts of a log line, joined by commas."""
     return [*parts, _Counters.runtime.log_suffix().strip(" ,")]
+
+
+def publish_metrics(result: None, self: Any, stats: Any) -> None:
+    """AFTER ``SchedulerMetricsCollector.log_stats``: there is a collector with --enable-metrics only."""
+    from sglang.srt.sparse_kv.prometheus import Exporter
+
+    if _Counters.exporter is None:
+        _Counters.exporter = Exporter(self)
+    _Counters.exporter.publish(_Counters.runtime, stats)
 
 
 def report_state(result: Any, self: Any, recv_req: Any) -> None:

@@ -1,14 +1,52 @@
-"""Counters as people and machines read them: the decode log line and `/server_info`."""
+"""Counters as people and machines read them: the decode log line, `/server_info` and `/metrics`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sparse_kv.ops.reference import COUNTERS
+import torch
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, HIT, MISSED, PREFETCHED, SELECTED, USEFUL
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+
+class Reader:
+    """Reads counters while a forward may run, and waits for nothing that it does.
+
+    On CUDA the copies have a stream of their own: whoever asks waits for them alone. A reading may fall inside a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, *tensors: torch.Tensor) -> list[list]:
+        """Each tensor as nested lists."""
+        if self._stream is None:
+            return [tensor.tolist() for tensor in tensors]
+        with torch.cuda.stream(self._stream):
+            copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        self._stream.synchronize()
+        return [copy.tolist() for copy in copies]
+
+    def aside(self) -> contextlib.AbstractContextManager:
+        """Within, work for a reading is queued beside the forward's."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def layers(runtime: SparseKVRuntime, table: list[list[int]]) -> list[dict[str, int]]:
+    """Rows of counters by name, one a layer, with tokens turned into bytes."""
+    per_token = runtime.geometry.unit_bytes // runtime.geometry.page_size
+    named = []
+    for row in table:
+        layer = dict(zip(COUNTERS, row, strict=True))
+        layer["bytes_in"] = layer.pop("tokens_in") * per_token
+        named.append(layer)
+    return named
 
 
 def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
@@ -16,17 +54,12 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
 
     selected: units that true selections named, per request; hit: of these, resident when resolved; missed: units
     fetched on the critical path; prefetched / useful / wasted: units fetched ahead, of these selected before they
-    left, and not; evicted: entries that made room; bytes_in: bytes brought from the host for decode.
+    left, and not; evicted: entries that made room; bytes_in: bytes brought from the host for decode. Of all layers
+    together: bytes_stored, written to the host; bytes_staged, brought from there for prefill.
     """
-    table = runtime.cache.counters.tolist()
-    per_token = runtime.geometry.unit_bytes // runtime.geometry.page_size
-    layers = []
-    for row in table:
-        layer = dict(zip(COUNTERS, row, strict=True))
-        layer["bytes_in"] = layer.pop("tokens_in") * per_token
-        layers.append(layer)
-    total = {name: sum(layer[name] for layer in layers) for name in layers[0]}
-    right, guesses = runtime.guide_hits.tolist()
+    table, (right, guesses) = runtime.read(runtime.cache.counters, runtime.guide_hits)
+    rows = layers(runtime, table)
+    total = {name: sum(layer[name] for layer in rows) for name in rows[0]}
     return {
         "engine": runtime.ops.name,
         "rows": runtime.rows,
@@ -34,22 +67,36 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
         "guide_hits": right,
         "guides": guesses,
         "total": total,
-        "layers": layers,
-        "cache_occupancy": runtime.cache.occupancy(),
+        "layers": rows,
+        "bytes_stored": runtime.tokens_stored * token_bytes(runtime),
+        "bytes_staged": runtime.tokens_staged * token_bytes(runtime),
+        "cache_occupancy": occupancy(runtime),
         "policy": dataclasses.asdict(runtime.policy),
         "plan": runtime.plan.as_dict(),
     }
 
 
+def token_bytes(runtime: SparseKVRuntime) -> int:
+    """Bytes of one token's keys and values in all layers and heads of this rank."""
+    return runtime.geometry.page_bytes // runtime.geometry.page_size
+
+
+def occupancy(runtime: SparseKVRuntime) -> float:
+    """Share of the resident layers' usable slots that hold a page, 0..1."""
+    slots = runtime.cache.usable_slots()
+    if not slots:
+        return 0.0
+    with runtime.read.aside():
+        used = runtime.cache.used_slots()
+    return runtime.read(used)[0] / slots
+
+
 def log_suffix(runtime: SparseKVRuntime) -> str:
     """Rates since start for SGLang's decode log line."""
-    names = {name: i for i, name in enumerate(COUNTERS)}
-    total = runtime.cache.counters.sum(0).tolist()
-    right, guesses = runtime.guide_hits.tolist()
-    selected, hit = total[names["selected"]], total[names["hit"]]
-    ahead, useful = total[names["prefetched"]], total[names["useful"]]
-    parts = [f"sparse hit: {hit / max(selected, 1):.3f}", f"missed: {total[names['missed']]}"]
-    parts.append(f"prefetch useful: {useful / max(ahead, 1):.2f}")
+    table, (right, guesses) = runtime.read(runtime.cache.counters, runtime.guide_hits)
+    total = [sum(column) for column in zip(*table, strict=True)]
+    parts = [f"sparse hit: {total[HIT] / max(total[SELECTED], 1):.3f}", f"missed: {total[MISSED]}"]
+    parts.append(f"prefetch useful: {total[USEFUL] / max(total[PREFETCHED], 1):.2f}")
     if runtime.rows == 2:
         parts.append(f"guide: {right / max(guesses, 1):.2f}")
     return ", ".join(parts)

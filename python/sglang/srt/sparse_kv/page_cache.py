@@ -45,6 +45,7 @@ class PageCache:
         both_modes: bool = False,
     ):
         self.geometry, self.slots, self.ring_size = geometry, slots, ring
+        self.usable = slots  # of each layer and head
         self.host, self.landmarks = host, landmarks
         device = landmarks.device
         self.counters = torch.zeros((geometry.num_layers, len(COUNTERS)), dtype=torch.int64, device=device)
@@ -93,6 +94,7 @@ class PageCache:
     def limit_slots(self, usable: int) -> None:
         """Lets only the first `usable` slots per layer and head be used; 0 for all. Empties the cache."""
         self.flush()
+        self.usable = usable or self.slots
         for buffer in self.buffers():
             buffer.stamp.fill_(NEVER)
             if usable:
@@ -105,13 +107,15 @@ class PageCache:
         for buffer in self._ring:  # already empty between steps, so the layer is of no account
             reference.clear(self._view(buffer, 0))
 
-    def occupancy(self) -> float:
-        """Share of the resident layers' usable slots that hold a page, 0..1."""
-        resident = [view for layer, view in enumerate(self.views) if layer not in self.scoped]
-        if not resident:
-            return 0.0
-        used = sum((view.page_of >= 0).sum() for view in resident)
-        return float(used / sum((view.stamp != RESERVED).sum() for view in resident))
+    def usable_slots(self) -> int:
+        """Slots of the resident layers, all heads together, that may hold a page."""
+        resident = len(self.views) - len(self.scoped)
+        return resident * self.geometry.kv_heads * self.usable
+
+    def used_slots(self) -> torch.Tensor:
+        """How many of them hold one, int64 [] on the device."""
+        resident = [view.page_of for layer, view in enumerate(self.views) if layer not in self.scoped]
+        return (torch.stack(resident) >= 0).sum() if resident else self.counters.new_zeros(())
 
     def check(self) -> None:
         """Raises AssertionError unless, in every buffer and head, table and slots are a bijection."""

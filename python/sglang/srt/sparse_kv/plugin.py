@@ -186,6 +186,15 @@ HOOKS = (
         "the log does not show hits and misses",
     ),
     Hook(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        HookType.AFTER,
+        SCHEDULER,
+        ("self", "stats"),
+        "launch:publish_metrics",
+        "publishes our counters at /metrics whenever SGLang publishes its own",
+        "/metrics lacks the names that begin with sglang:sparse_kv_",
+    ),
+    Hook(
         f"{_SCHEDULER}.get_internal_state",
         HookType.AFTER,
         SCHEDULER,

@@ -46,6 +46,7 @@ class Prefill:
         """req_to_token int32 [slots, context]; req int [N]; loc int [T] host slots of the batch's tokens."""
         runtime = self.runtime
         runtime.reset_requests(req)
+        runtime.note_prefill(prefix_lens, extend_lens)
         page_size = runtime.geometry.page_size
         tables = physical_pages(req_to_token, req, page_size, runtime.geometry.max_pages)
         chunks, start = [], 0

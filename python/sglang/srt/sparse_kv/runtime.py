@@ -67,6 +67,8 @@ class SparseKVRuntime:
         self._set_caps()
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
         self.steps = 0
+        self.tokens_stored = self.tokens_staged = 0  # whose K/V went to the host; came from there for prefill
+        self.read = metrics.Reader(device)
         self._poisoned = torch.zeros(geometry.num_pages, dtype=torch.bool)
 
     # ------------------------------------------------------------ requests and guides
@@ -103,9 +105,16 @@ class SparseKVRuntime:
         """Counts right guesses. int [N] each: guesses, negative where there was none, and what was drawn."""
         self.ops.count_guides(self.guide_hits, guess, tokens)
 
-    def end_step(self) -> None:
-        """Called by the worker after a decode forward."""
+    def note_prefill(self, prefix_lens: list[int], extend_lens: list[int]) -> None:
+        """Counts what a prefill batch moves: each chunk's tokens to the host, the pages of its prefix from there."""
+        page_size = self.geometry.page_size
+        self.tokens_stored += sum(extend_lens)
+        self.tokens_staged += sum(-(-prefix // page_size) * page_size for prefix in prefix_lens)
+
+    def end_step(self, requests: int) -> None:
+        """Called by the worker after a decode forward of so many requests."""
         self.steps += 1
+        self.tokens_stored += requests
         if self.policy.check:
             self.cache.check()
 
@@ -163,7 +172,7 @@ class SparseKVRuntime:
     def reset_counters(self) -> None:
         self.cache.counters.zero_()
         self.guide_hits.zero_()
-        self.steps = 0
+        self.steps = self.tokens_stored = self.tokens_staged = 0
 
     def poison_freed(self, free_pages: torch.Tensor) -> None:
         """Overwrites what pages that came back to the allocator still hold, everywhere. free_pages int [M]."""

@@ -238,7 +238,7 @@ class DualDecodeWorker(BaseSpecWorker):
             info.grammar_mask = None
             self.runtime.note_guides(guess, next_tokens)
             guide.observe(slots, drawn)
-        self.runtime.end_step()
+        self.runtime.end_step(len(batch.reqs))
 
         result.next_token_ids = next_tokens
         result.accept_lens = self._ones[: len(next_tokens)]
@@ -329,7 +329,7 @@ class DualDecodeWorker(BaseSpecWorker):
         guess = sampling.draw_guess(first, info, forward_batch.seq_lens, self._runner.sampler)
         info.grammar_mask = None
         self.guide_state.set(slots, guess)
-        self.runtime.end_step()
+        self.runtime.end_step(len(rows))
 
     def _narrow(self, batch: ForwardBatch, rows: Sequence[int], index: torch.Tensor) -> ForwardBatch:
         """The same forward for some of its requests. rows: their places; index: the same, int64 on the device."""

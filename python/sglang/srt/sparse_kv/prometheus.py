@@ -1,0 +1,107 @@
+"""Counters at `/metrics`, beside SGLang's own: same prefix, same labels, fed when SGLang feeds its own.
+
+SGLang's collector holds one set of labels for each scheduler process, its rank among them, and with several processes
+a folder that the server's `/metrics` adds up. So nothing here knows about ranks: a rank publishes its own share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.sparse_kv import metrics
+
+if TYPE_CHECKING:
+    from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+PREFIX = "sglang:sparse_kv_"
+
+# By the name in metrics.summary: for each layer, with a label of that name.
+LAYER_COUNTERS = {
+    "selected": ("selected_units_total", "Units (a page of one KV head) that selections named."),
+    "hit": ("hit_units_total", "Selected units that were in the page cache."),
+    "missed": ("missed_units_total", "Units fetched while the step waited."),
+    "prefetched": ("prefetched_units_total", "Units fetched ahead."),
+    "useful": ("prefetched_useful_units_total", "Units fetched ahead and selected before they left the cache."),
+    "wasted": ("prefetched_wasted_units_total", "Units fetched ahead that left the cache unselected."),
+    "evicted": ("evicted_units_total", "Units that made room for another."),
+    "bytes_in": ("fetched_bytes_total", "Bytes brought from host memory for decode."),
+}
+COUNTERS = {
+    "steps": ("steps_total", "Decode steps."),
+    "guides": ("guides_total", "Guesses at the next token."),
+    "guide_hits": ("guide_hits_total", "Guesses that were the next token."),
+    "bytes_stored": ("stored_bytes_total", "Bytes of keys and values written to host memory."),
+    "bytes_staged": ("staged_bytes_total", "Bytes brought from host memory for prefill."),
+}
+GAUGES = {
+    "cache_occupancy": ("cache_occupancy", "Share of the page cache's slots that hold a page."),
+    "cache_slots": ("cache_slots", "Slots of the page cache per layer and KV head."),
+    "host_pool_bytes": ("host_pool_bytes", "Size of the host pool."),
+    "host_pool_usage": ("host_pool_usage", "Share of the host pool that requests and the radix cache hold."),
+}
+
+
+class Exporter:
+    """The metrics of one scheduler process.
+
+    collector: SGLang's, which has the labels and may name other classes than prometheus_client's.
+    """
+
+    def __init__(self, collector: Any) -> None:
+        # Here, and not at the top: SGLang sets the folder for several processes before it makes its own.
+        import prometheus_client
+
+        counter = collector._counter_cls or prometheus_client.Counter
+        gauge = collector._gauge_cls or prometheus_client.Gauge
+        self._labels = dict(collector.labels)
+        names = list(self._labels)
+        self._layered = {
+            key: counter(name=PREFIX + name, documentation=text, labelnames=[*names, "layer"])
+            for key, (name, text) in LAYER_COUNTERS.items()
+        }
+        self._counters = {
+            key: counter(name=PREFIX + name, documentation=text, labelnames=names)
+            for key, (name, text) in COUNTERS.items()
+        }
+        self._gauges = {
+            key: gauge(name=PREFIX + name, documentation=text, labelnames=names, multiprocess_mode="mostrecent")
+            for key, (name, text) in GAUGES.items()
+        }
+        self._published: dict[tuple[str, int], list] = {}  # by key and layer: the counter, its sum
+
+    def publish(self, runtime: SparseKVRuntime, stats: Any) -> None:
+        """stats: SGLang's ``SchedulerStats``, for what its allocator knows."""
+        table, (right, guesses) = runtime.read(runtime.cache.counters, runtime.guide_hits)
+        for layer, row in enumerate(metrics.layers(runtime, table)):
+            for key, counter in self._layered.items():
+                self._raise_to(counter, key, row[key], layer)
+        token = metrics.token_bytes(runtime)
+        values = {
+            "steps": runtime.steps,
+            "guides": guesses,
+            "guide_hits": right,
+            "bytes_stored": runtime.tokens_stored * token,
+            "bytes_staged": runtime.tokens_staged * token,
+        }
+        for key, counter in self._counters.items():
+            self._raise_to(counter, key, values[key])
+        size = runtime.plan.host_tokens
+        gauges = {
+            "cache_occupancy": metrics.occupancy(runtime),
+            "cache_slots": runtime.cache.usable,
+            "host_pool_bytes": runtime.plan.host_bytes,
+            "host_pool_usage": (size - stats.kv_available_tokens) / size,
+        }
+        for key, gauge in self._gauges.items():
+            gauge.labels(**self._labels).set(gauges[key])
+
+    def _raise_to(self, counter: Any, key: str, value: int, layer: int = -1) -> None:
+        """Prometheus counters are told what was added; ours know their sum, and start anew when they are reset."""
+        if (key, layer) not in self._published:
+            labels = self._labels if layer < 0 else {**self._labels, "layer": layer}
+            self._published[key, layer] = [counter.labels(**labels), 0]
+        known = self._published[key, layer]
+        child, before = known
+        if value != before:
+            child.inc(value - before if value > before else value)
+            known[1] = value
