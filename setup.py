@@ -1,14 +1,22 @@
-"""The part of the packaging that pyproject.toml cannot say: a start-up file in site-packages.
+"""The part of the packaging that pyproject.toml cannot say: a start-up file in site-packages, and compiled kernels.
 
 Our files lie in folders that belong to SGLang. Where an SGLang from a source tree (``pip install -e``) is used, Python
 would take those folders for all of SGLang; ``sglang_dualdecoder.keep_sglang_importable`` prevents it.
+
+After ``make kernels`` a wheel carries the library and is for this platform; otherwise it is for all, and the kernels
+are compiled where they are first used.
 """
 
+import glob
 import os
+import re
+import sysconfig
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+KERNELS = os.path.join("sgl-kernel", "csrc", "sparse_kv")
 STARTUP = "sglang_dualdecoder.pth"
 
 
@@ -29,4 +37,13 @@ class BuildWithStartup(build_py):
         return os.path.join(root, STARTUP)
 
 
-setup(cmdclass={"build_py": BuildWithStartup})
+class WheelWithKernels(bdist_wheel):
+    """Names the platform, and no version of Python, when there is a compiled library."""
+
+    def get_tag(self):
+        if not glob.glob(os.path.join(KERNELS, "*.so")):
+            return super().get_tag()
+        return "py3", "none", re.sub(r"\W", "_", sysconfig.get_platform())
+
+
+setup(cmdclass={"build_py": BuildWithStartup, "bdist_wheel": WheelWithKernels})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from configparser import ConfigParser
 from email import message_from_string
@@ -16,6 +18,10 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "python", "sgl-kernel")
+REST = (
+    *("Makefile", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "mkdocs.yml"),
+    *("benchmark", "docs", "examples", "requirements", "scripts", "test"),
+)
 SKIP = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "build")
 
 FAKE_SGLANG = """
@@ -31,7 +37,7 @@ exclude = ["tests*"]
 
 
 def build(source: Path, target: Path, kind: str) -> Path:
-    """Build ``source`` as pip would, with the setuptools at hand; kind is "wheel" or "editable"."""
+    """Build ``source`` as pip would, with the setuptools at hand; kind is "wheel", "editable" or "sdist"."""
     target.mkdir(parents=True, exist_ok=True)
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
@@ -42,8 +48,12 @@ def build(source: Path, target: Path, kind: str) -> Path:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     """A copy of the sources: building leaves files behind."""
-    copy = tmp_path_factory.mktemp("project")
-    for name in SOURCES:
+    return copy_of(tmp_path_factory.mktemp("project"), SOURCES)
+
+
+def copy_of(copy: Path, names: tuple[str, ...]) -> Path:
+    copy.mkdir(exist_ok=True)
+    for name in names:
         source = REPOSITORY / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=SKIP)
@@ -98,12 +108,44 @@ def test_every_source_is_installed(wheels):
     kernels = REPOSITORY / "sgl-kernel" / "csrc" / "sparse_kv"
     expected = {f"sglang/srt/sparse_kv/{path.relative_to(package)}" for path in package.rglob("*.py")}
     expected |= {
-        f"sglang/srt/sparse_kv/csrc/{path.name}"
-        for path in kernels.iterdir()
-        if path.suffix in {".cu", ".cuh", ".h", ".cpp"}
+        f"sglang/srt/sparse_kv/csrc/{path.name}" for path in kernels.iterdir() if path.suffix in {".cu", ".cuh", ".h"}
     }
     installed = {name for name in files if name.startswith("sglang/")}
     assert installed == expected, "list the new folder in pyproject.toml"
+
+
+def test_compiled_kernels_go_along_and_name_the_platform(wheels, tmp_path):
+    assert wheels["plugin", "wheel"].name.endswith("-py3-none-any.whl")
+    source = copy_of(tmp_path / "project", SOURCES)
+    (source / "sgl-kernel" / "csrc" / "sparse_kv" / "libsparse_kv.so").write_bytes(b"compiled")
+    wheel = build(source, tmp_path / "wheels", "wheel")
+    assert re.fullmatch(r"sglang_dualdecoder-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
+    extra = set(read(wheel)[0]) - set(read(wheels["plugin", "wheel"])[0])
+    assert extra == {"sglang/srt/sparse_kv/csrc/libsparse_kv.so"}
+
+
+def test_a_source_distribution_is_complete(wheels, tmp_path):
+    source = copy_of(tmp_path / "project", (*SOURCES, *REST))
+    (source / "sgl-kernel" / "csrc" / "sparse_kv" / "libsparse_kv.so").write_bytes(b"compiled")
+    with tarfile.open(build(source, tmp_path / "dist", "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("sglang_dualdecoder-*")
+    wheel = build(unpacked, tmp_path / "wheels", "wheel")
+    assert read(wheel) == read(wheels["plugin", "wheel"])
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("which files belong to the project is known in a clone only")
+    expected = {name for name in tracked.stdout.split() if not name.startswith(".") and (REPOSITORY / name).is_file()}
+    missing = {name for name in expected if not (unpacked / name).is_file()}
+    assert not missing, "name them in MANIFEST.in"
+    assert not list(unpacked.rglob("*.so")) and not list(unpacked.rglob("__pycache__"))
+
+
+def test_one_version_everywhere():
+    version = re.search(r'^version = "(.+)"$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    changes = re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    cited = re.search(r"^version: (.+)$", (REPOSITORY / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    assert version == changes == cited
 
 
 def test_no_file_of_ours_is_one_of_sglangs(wheels):
