@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -50,4 +51,20 @@ def engine_for(device: torch.device) -> SimpleNamespace:
     if device.type == "cuda":
         # One launch finds the misses and brings them.
         found["resolve"] = functools.partial(found["resolve"], move=True)
+    else:
+        found = {name: _visible(name, operation) for name, operation in found.items()}
     return SimpleNamespace(name=device.type, **found)
+
+
+def _visible(name: str, operation: Callable) -> Callable:
+    """The operation under its name in a torch profile, where kernels have theirs on CUDA.
+
+    Of torch's two ways to name a span, the one that costs a quarter of a microsecond when nobody looks.
+    """
+
+    @functools.wraps(operation)
+    def run(*args, **kwargs):
+        with torch._C._profiler._RecordFunctionFast(f"sparse_kv::{name}"):
+            return operation(*args, **kwargs)
+
+    return run
