@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model serve test test-all check format kernels bench lock clean
+.PHONY: help env model serve test test-all check format kernels bench docs lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,10 @@ kernels: .venv/.ready ## compile the CUDA sources for sm_80, sm_90 and sm_100 (n
 
 bench: $(MODEL)/prepared ## decode speed on this CPU, with sparse KV and without
 	SGLANG_PLATFORM=torch_cpu $(PY) -m benchmark.cpu_decode --model $(MODEL)
+
+docs: .venv/.ready ## build docs/ as a site in build/site
+	$(PY) scripts/doc_tables.py
+	NO_MKDOCS_2_WARNING=1 uvx --from 'mkdocs>=1.6,<2' --with 'mkdocs-material>=9.5,<10' mkdocs build --quiet --site-dir build/site
 
 lock: ## resolve requirements/dev.in anew
 	uv pip compile --quiet --universal --python-version 3.10 --custom-compile-command "make lock" \

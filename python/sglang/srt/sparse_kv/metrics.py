@@ -22,7 +22,7 @@ class Reader:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, *tensors: torch.Tensor) -> list[list]:
+    def __call__(self, *tensors: torch.Tensor) -> list[Any]:
         """Each tensor as nested lists."""
         if self._stream is None:
             return [tensor.tolist() for tensor in tensors]
