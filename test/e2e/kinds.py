@@ -10,7 +10,7 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 
 PAGE = 16
 PAIR_TOKENS, PAIR_BUDGET = 2816, 256
-SMALL_POOL_TOKENS = 2048
+SMALL_POOL_TOKENS = 1024
 
 
 def smallest_cache(budget: int, requests: int, **config) -> int:
@@ -52,8 +52,8 @@ KINDS: dict[str, Kind] = {
         {"budget": 2048, "debug": True, "cache_memory": smallest_cache(2048, 4, debug=True)},
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"},
     ),
-    # A host pool of four requests of test_admission.py, and a page cache half as large.
-    "small-pool": _sparse(128, SMALL_POOL_TOKENS, requests=4),
+    # A host pool of four requests of test_admission.py, and a page cache that is smaller still.
+    "small-pool": _sparse(64, SMALL_POOL_TOKENS, requests=4),
     "plain-long": Kind(pool(24576, 2)),
     "long": _sparse(8192, 24576, requests=1, debug=True, prefetch_cap=0.125),
     "long-batch": _sparse(512, 32768, requests=4, debug=True),

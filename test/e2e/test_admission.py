@@ -1,6 +1,6 @@
 """Who gets in: prompts beyond the page cache, prompts beyond the host pool, and three times as much as the pool holds.
 
-The server's host pool holds POOL tokens, its page cache about half as many.
+The server's host pool holds POOL tokens, its page cache three quarters of that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from serving import Kind, Server
 pytestmark = pytest.mark.slow
 
 POOL = SMALL_POOL_TOKENS
-STALLED = 60  # seconds without a token; a step takes a tenth of one
+STALLED = 60  # seconds without a token, a hundred times what a step takes
+PATIENCE = 300  # seconds for an answer
 
 
 def test_host_memory_that_cannot_be_had_refuses_to_start(demo_model: str):
@@ -42,7 +43,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def ask(server: Server, count: int, new: int, seed: int = 0) -> requests.Response:
     parameters = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     body = {"input_ids": tokens(count, seed), "sampling_params": parameters}
-    return requests.post(server.url + "/generate", json=body, timeout=STALLED)
+    return requests.post(server.url + "/generate", json=body, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("served", ["small-pool"], indirect=True)
@@ -87,7 +88,7 @@ def test_generated_tokens_are_counted(served: Server, count: int):
 
 @pytest.mark.parametrize("served", ["small-pool"], indirect=True)
 def test_three_times_the_pool_never_stalls(served: Server):
-    prompt, new, count = 384, 128, 3 * POOL // 512
+    prompt, new, count = 192, 64, 3 * POOL // 256
     progress, finished = [time.monotonic()], []
 
     def run(seed: int) -> None:
