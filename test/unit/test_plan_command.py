@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import write_model
-from sglang.srt.sparse_kv import command, dense, devices, model_shape, planner
+from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner
 from sglang.srt.sparse_kv.config import SparseKVConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "models"
@@ -217,7 +217,7 @@ def test_the_batch_is_the_fastest_one():
 def test_what_plain_sglang_keeps_for_itself(memory_gib, tp, chunk, share):
     """By hand from its rule: 512 MiB, 1.5 MiB a token of a chunk, 128 MiB a rank, 2 MiB a captured row."""
     assert dense.default_chunk(memory_gib << 30) == chunk
-    assert dense.static_share(memory_gib << 30, tp) == pytest.approx(share, abs=0.0015)
+    assert dense.static_share(memory_gib << 30, tp, chunk) == pytest.approx(share, abs=0.0015)
 
 
 # ---------------------------------------------------------------- as a program
@@ -305,3 +305,35 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     assert model_shape.read("org/name", SparseKVConfig()).layers == 4
     with pytest.raises(ValueError, match="neither a folder"):
         model_shape.read("org/other", SparseKVConfig())
+
+
+def write_llama_2_7b(folder: Path) -> str:
+    """A model with a KV head for each query head."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 32, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096}
+    return write_model(folder, "LlamaForCausalLM", "llama", **sizes, torch_dtype="float16")
+
+
+def test_a_chunk_is_longer_where_a_prefix_takes_long_to_arrive(tmp_path):
+    given = options("llama-3.1-8b", "rtx 4090")
+    assert command.plan(given)["chunked_prefill_size"] == dense.default_chunk(24 << 30)
+    given.model_path = write_llama_2_7b(tmp_path)
+    result = command.plan(given)
+    assert result["chunked_prefill_size"] == 4096 >= result["chunk_that_hides_its_prefix"] > 2048
+    assert result["mem_fraction_static"] < command.plan(options("llama-3.1-8b", "rtx 4090"))["mem_fraction_static"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "chosen"),
+    [
+        ("NVIDIA GeForce RTX 4090", {}, 4096),
+        ("NVIDIA GeForce RTX 4090", {"model": "llama-3.1-8b"}, None),
+        ("Tesla T4", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_server_chooses_the_same_chunk(gpu, given, chosen, monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "this_gpu", lambda: gpu)
+    path = str(MODELS / f"{given['model']}.json") if given else write_llama_2_7b(tmp_path)
+    assert arguments._chunk({"model_path": path}, SparseKVConfig()) == chosen
+    assert arguments._chunk({"model_path": str(tmp_path / "nothing")}, SparseKVConfig()) is None

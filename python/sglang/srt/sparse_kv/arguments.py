@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import contextvars
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import sglang_dualdecoder
-from sglang.srt.sparse_kv import refusals
+from sglang.srt.sparse_kv import dense, devices, model_shape, planner, refusals
 from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, SparseKVConfig, config_from_arguments
 from sglang.srt.sparse_kv.refusals import StartRefused
+
+logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "_sparse_kv"
 KEYWORDS = ("sparse_kv", "sparse_kv_budget", "sparse_kv_host_memory", "sparse_kv_config")
@@ -140,7 +143,30 @@ def _derived(kwargs: dict[str, Any], config: SparseKVConfig) -> dict[str, Any]:
     if _device(kwargs) == "cpu":
         # SGLang's relay between overlapped steps records streams, which CPU tensors cannot.
         derived |= {"disable_overlap_schedule": True, "disable_cuda_graph": True}
+    elif kwargs.get("chunked_prefill_size") is None and (chunk := _chunk(kwargs, config)):
+        derived["chunked_prefill_size"] = chunk
     return derived
+
+
+def _chunk(kwargs: dict[str, Any], config: SparseKVConfig) -> int | None:
+    """Tokens of a prefill chunk, None to leave the choice to SGLang: its own hides the transfer of prefixes, or the
+    model or the GPU is not known yet.
+    """
+    device = devices.find(devices.this_gpu() or "")
+    if device is None:
+        return None
+    page_size, tp = kwargs.get("page_size") or DEFAULT_PAGE_SIZE, kwargs.get("tp_size") or 1
+    try:
+        shape = model_shape.read(str(kwargs["model_path"]), config)
+    except (ValueError, KeyError):
+        return None
+    context = kwargs.get("context_length") or shape.context
+    load = planner.load_of(config, shape.geometry(config, page_size, tp, context), shape.weights(tp))
+    usual, chosen = dense.default_chunk(device.memory), dense.chunk(load, device, device.memory)
+    if chosen == usual:
+        return None
+    logger.info("Prefill in chunks of %d tokens instead of %d, to hide the transfer of their prefix", chosen, usual)
+    return chosen
 
 
 def _device(kwargs: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -82,8 +81,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.link_rate:
         device = dataclasses.replace(device, link=float(parse_size(options.link_rate, name="--link-rate")))
     memory = parse_size(options.gpu_memory, name="--gpu-memory") if options.gpu_memory else device.memory
-    share = options.mem_fraction_static or dense.static_share(memory, options.tp)
     weights = shape.weights(options.tp)
+    geometry = shape.geometry(config, options.page_size, options.tp, context)
+    load = planner.load_of(config, geometry, weights)
+    chunk = dense.chunk(load, device, memory)
+    share = options.mem_fraction_static or dense.static_share(memory, options.tp, chunk)
     before = memory - dense.CONTEXT_BYTES
     free = int(before * share) - weights
     if free <= 0:
@@ -102,9 +104,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         fixed_host=config.host_memory != "auto",
         fixed_running=options.max_running_requests is not None,
     )
-    geometry = shape.geometry(config, options.page_size, options.tp, context)
     made = planner.plan_gpu(config, geometry, given)
-    load = planner.load_of(config, geometry, weights)
     outside = {
         "weights": weights,
         "CUDA context": dense.CONTEXT_BYTES,
@@ -117,7 +117,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         "gpu_memory": memory,
         "measured": device.measured,
         "mem_fraction_static": share,
-        "chunked_prefill_size": dense.default_chunk(memory),
+        "chunked_prefill_size": chunk,
         "chunk_that_hides_its_prefix": cost.smallest_chunk(load, device),
         "plan": dataclasses.replace(made, outside=outside),
         "dense": [dense.estimate(load, device, free, row["context"]) for row in made.estimates],
@@ -140,10 +140,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
     ]
     lines += report.columns([("context", "requests", "tokens/s"), *rows])
     chunk, least = result["chunked_prefill_size"], result["chunk_that_hides_its_prefix"]
-    fits = "hides" if chunk >= least else "does not hide"
-    lines.append(
-        f"  chunked prefill: SGLang's {chunk} tokens; a chunk {fits} the transfer of its prefix ({least} tokens do)"
-    )
+    lines.append(f"  --chunked-prefill-size {chunk}: from {least} tokens on a chunk hides the transfer of its prefix")
     if result["tp"] > 1:
         lines.append("  what ranks say to each other is not counted in any tokens/s")
     return lines
@@ -156,20 +153,10 @@ def _host(size: int | str) -> int:
 
 
 def _device(name: str | None) -> Device:
-    found = devices.find(name or _this_gpu() or "H200")
+    found = devices.find(name or devices.this_gpu() or "H200")
     if found is None:
         names = ", ".join(device.name for device in devices.DEVICES)
         raise ValueError(
             f"{name or 'this GPU'} is not among the GPUs whose figures are known; give --gpu, one of {names}"
         )
     return found
-
-
-def _this_gpu() -> str | None:
-    """Name of the first GPU of this machine."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None

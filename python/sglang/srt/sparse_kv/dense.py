@@ -13,6 +13,7 @@ from sglang.srt.sparse_kv.devices import Device
 from sglang.srt.sparse_kv.geometry import Geometry
 
 GIB = 1 << 30
+LARGEST_CHUNK = 16384
 CONTEXT_BYTES = 700 * 10**6  # what a process holds of an H200 before it allocates anything
 
 # Memory below which a row is in force (GiB), chunked_prefill_size, largest captured batch below and from 4 ranks on.
@@ -31,10 +32,19 @@ def default_chunk(memory: int) -> int:
     return _row(memory)[1]
 
 
-def static_share(memory: int, tp: int) -> float:
+def chunk(load: cost.Load, device: Device, memory: int) -> int:
+    """chunked_prefill_size for sparse KV where nobody chose: SGLang's, or more where that hides no prefix.
+
+    A chunk attends to its prefix while the prefix arrives from the host, and a short one waits for it.
+    """
+    least = 1 << (cost.smallest_chunk(load, device) - 1).bit_length()
+    return max(default_chunk(memory), min(least, LARGEST_CHUNK))
+
+
+def static_share(memory: int, tp: int, chunk: int) -> float:
     """mem_fraction_static where nobody chose."""
     mib = memory / (1 << 20)
-    _, chunk, few, many = _row(memory)
+    _, _, few, many = _row(memory)
     reserved = 512 + 1.5 * chunk + 1024 * tp / 8 + 2 * (few if tp < 4 else many)
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)

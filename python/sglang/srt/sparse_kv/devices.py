@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -67,3 +68,13 @@ def find(name: str, memory: int | None = None) -> Device | None:
 def stand_in(memory: int) -> Device:
     """The device of the table whose memory is nearest: figures for one that is not in it."""
     return min(DEVICES, key=lambda device: abs(device.memory - memory))
+
+
+def this_gpu() -> str | None:
+    """Name of the first GPU of this machine, None without one. Asks the driver, so that no CUDA context is made."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
