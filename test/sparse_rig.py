@@ -95,7 +95,7 @@ class Rig:
         for layer in range(g.num_layers):
             k, v = self.rand(total, g.kv_heads, g.head_dim), self.rand(total, g.kv_heads, g.head_dim)
             q = self.rand(total, g.kv_heads * g.group, g.head_dim)
-            out = self.prefill.forward(layer, q, k, v, loc, SCALE)
+            out = self.prefill.forward(layer, q, k, v, SCALE)
             start = 0
             for (r, n), pre in zip(extends.items(), prefixes):
                 rows = slice(start, start + n)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.serving import run, table
+from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.serving import prefill, run, server, table
 
 
 def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, capsys):
@@ -31,3 +32,15 @@ def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, c
     assert server["cold_ttft_s_400"] > 0 and server["plan"]["slots"] > 0
     assert table.main([str(output)]) == 0
     assert "on_demand" in capsys.readouterr().out
+
+
+def test_a_second_turn_reads_its_prefix_from_the_cache_and_from_the_host(sparse, demo_model):
+    prompts = {208: Corpus().prompts(load_tokenizer(demo_model), 4, 208)}
+    started = server.state(sparse.url)["sparse_kv"]
+    found = prefill.Measurement(sparse.url, prompts, started).length(208, group=False)
+    assert found["cold_s"] > 0
+    turns = found["second_turn"]
+    assert turns["as_left"]["cached_tokens"] == turns["from_host"]["cached_tokens"] == 208
+    units = 208 // 16 * 30 * 3 * prefill.REPEATS
+    assert turns["as_left"]["units"] == {"prefix_cache": units, "prefix_host": 0}
+    assert turns["from_host"]["units"] == {"prefix_cache": 0, "prefix_host": units}

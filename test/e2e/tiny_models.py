@@ -17,8 +17,8 @@ def make(name: str, folder: Path, tokenizer: str) -> str:
     vocabulary = AutoTokenizer.from_pretrained(tokenizer)
     sizes = {
         "vocab_size": len(vocabulary),
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": 256,
+        "intermediate_size": 512,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,

@@ -50,7 +50,8 @@ def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, gro
     loc = torch.arange(5 * page_size + 3, 8 * page_size, device=gpu)
     chunk = torch.randn((loc.numel(), heads, dim), device=gpu).to(dtype)
     cuda.store_chunk(view, chunk, chunk, loc)
-    cuda.stage(view, loc[:7] // page_size, torch.empty((7, *view.host.shape[1:]), dtype=dtype, device=gpu))
+    cuda.fill(view, chunk, chunk, loc)
+    cuda.stage(view, loc[:7] // page_size, torch.empty((2, heads, 7 * page_size, dim), dtype=dtype, device=gpu))
     slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
     cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)
     cuda.physical_pages(

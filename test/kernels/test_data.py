@@ -194,10 +194,41 @@ def test_store_chunk(engine, page_size, dim, dtype):
         same_landmarks(view.landmarks, expected.landmarks)
 
 
-def test_stage(engine):
-    view = make_layer(0, engine.device, 3, 8, 40, dim=64)
-    for count in (0, 1, 17):
-        pages = torch.randperm(40)[:count]
-        target = torch.full((max(count, 1), 3, 2, 16, 64), 9.0, dtype=view.kv.dtype, device=engine.device)
-        cuda.stage(view, pages.to(engine.device), target[:count])
-        assert torch.equal(target[:count].cpu(), view.host[pages])
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+def test_stage(engine, page_size, dim, dtype):
+    """Some units from slots, some from the host, into a wider staging slot whose rest stays as it was."""
+    heads, pages, slots = 3, 80, 30
+    for seed, count in enumerate((0, 1, 17, 50)):
+        view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=0.7)
+        view.kv.add_(1)  # not what the host holds: which of the two was read shows
+        chosen = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[:count]
+        whole = torch.full((2, heads, (count + 2) * page_size, dim), 9.0, dtype=dtype, device=engine.device)
+        expected, expected_view = whole.cpu().clone(), copy_of(view)
+        kept = Fetch(torch.zeros((0, 4), dtype=torch.int32), torch.tensor([seed], dtype=torch.int32))
+        on_device = Fetch(kept.units.to(engine.device), kept.count.to(engine.device))
+        reference.stage(expected_view, chosen, expected[:, :, : count * page_size], kept)
+        cuda.stage(view, chosen.to(engine.device), whole[:, :, : count * page_size], on_device)
+        assert torch.equal(whole.cpu(), expected)
+        assert torch.equal(view.counters.cpu(), expected_view.counters)
+        assert count < 17 or (view.counters[-2:] > 0).all()
+
+
+def test_stage_refuses_what_it_cannot_fill(engine):
+    view = make_layer(0, engine.device, 2, 8, 40, dim=64)
+    pages = torch.arange(3, device=engine.device)
+    for shape in ((3, 2, 2, 16, 64), (2, 2, 32, 64)):
+        with pytest.raises(ValueError, match="target must be"):
+            cuda.stage(view, pages, torch.zeros(shape, dtype=view.kv.dtype, device=engine.device))
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+def test_fill(engine, page_size, dim, dtype):
+    heads, pages, slots = 2, 40, 30
+    view = make_layer(3, engine.device, heads, slots, pages, page_size, dim, dtype, resident=0.7)
+    loc = torch.cat([torch.arange(3, 9 * page_size + 1), torch.arange(20 * page_size, 30 * page_size)])
+    k, v, k_dev, v_dev = tokens_of(3, loc.numel(), heads, dim, dtype, engine.device)
+    expected = copy_of(view)
+    reference.fill(expected, k, v, loc)
+    assert not torch.equal(expected.kv, view.kv.cpu())
+    cuda.fill(view, k_dev, v_dev, loc.to(engine.device))
+    assert torch.equal(view.kv.cpu(), expected.kv)

@@ -199,31 +199,6 @@ def test_install(engine, count, room):
     same_fetch(view, fetch, fetch_ref)
 
 
-@pytest.mark.parametrize("room", [24, 9, 0])
-def test_adopt(engine, room):
-    """Staged pages fill what is free or old, the last ones first; what is resident stays where it is."""
-    for seed in range(3):
-        engine.seed(seed)
-        view = make_layer(seed, engine.device, 2, 24, 64, resident=0.5)
-        view.stamp[:, room:] = torch.where(view.page_of[:, room:] >= 0, STEP, RESERVED)
-        pages = torch.randperm(63, generator=torch.Generator().manual_seed(seed))[:20] + 1
-        staged = torch.randn((20, *view.host.shape[1:])).to(view.kv.dtype)
-        expected, before = copy_of(view), copy_of(view)
-        reference.adopt(expected, pages, staged, step_on("cpu", 20))
-        on_device = pages.to(torch.int32).to(engine.device), staged.to(engine.device), step_on(engine.device, 20)
-        cuda.adopt(view, *on_device)
-        same_tables(view, expected, before)
-        ours = copy_of(view)
-        for place, page in enumerate(pages.tolist()):
-            for head in range(2):
-                slot, was = int(ours.slot_of[head, page]), int(before.slot_of[head, page])
-                if slot < 0:
-                    continue
-                contents = before.kv[head, was] if was >= 0 else staged[place, head]
-                assert torch.equal(ours.kv[head, slot], contents)
-        assert int(workspace(engine.device).urgent) == 0
-
-
 def test_invalidate_and_clear(engine):
     for pages in ([], [5], [5, 5, NONE, 7, 9, 5], list(range(64))):
         view = make_layer(len(pages), engine.device, 3, 24, 64)

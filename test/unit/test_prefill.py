@@ -22,12 +22,17 @@ BORDERS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
 def small_blocks(rig: Rig, pages: int) -> Rig:
     """Staging slots of so few pages that a short prefix needs several turns."""
     rig.prefill.block_pages = pages
-    rig.prefill.staging = rig.prefill.staging[:, :pages].clone().fill_(float("nan"))
+    tokens = pages * rig.geometry.page_size
+    rig.prefill.staging = rig.prefill.staging[:, :, :, :tokens].clone().fill_(float("nan"))
     return rig
 
 
 def resident(rig: Rig, layer: int, page: int) -> list[bool]:
     return (rig.runtime.cache.views[layer].slot_of[:, page] >= 0).tolist()
+
+
+def counters(rig: Rig) -> dict[str, int]:
+    return dict(zip(COUNTERS, rig.runtime.cache.counters.sum(0).tolist()))
 
 
 @pytest.mark.parametrize("prefix", (0, *BORDERS, 4 * PAGE - 1, 4 * PAGE + 1))
@@ -138,13 +143,45 @@ def test_prefill_spares_what_decode_selected():
     rig.start(2)
     rig.extend({2: 300})
     assert torch.equal(view.page_of[newest], chosen)
-    counted = dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))
-    missed = counted["missed"]
+    missed = counters(rig)["missed"]
     rig.decode([1])
-    assert dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))["missed"] >= missed
+    assert counters(rig)["missed"] >= missed
 
 
-def test_a_radix_hit_finds_room_again():
+def test_a_prefill_is_no_miss_and_no_traffic():
+    rig = Rig(seed=7, layers=2, pages=60, context=300, requests=1)
+    rig.start(1)
+    for tokens in (40, 3, 50):
+        rig.extend({1: tokens})
+    counted = counters(rig)
+    assert counted.pop("prefix_cache") == 2 * 2 * (5 + 6), "pages of 40 and of 43 tokens, in 2 layers and 2 heads"
+    assert not any(counted.values())
+    rig.decode([1])
+    counted = counters(rig)
+    assert counted["missed"] == 0 and counted["hit"] == counted["selected"], "the chunks were kept"
+
+
+def test_a_prefix_is_read_where_it_is():
+    """Resident units from their slots, the rest from the host: counted, and wrong bytes in a slot show."""
+    rig = Rig(seed=11, layers=2, pages=60, context=300, requests=1)
+    least = rig.runtime.shape.width
+    rig.runtime.apply_policy({"cache_slots": least})
+    rig.start(1)
+    rig.extend({1: 20 * PAGE})
+    rig.extend({1: 3})
+    counted = counters(rig)
+    assert counted["prefix_cache"] == 4 * least and counted["prefix_host"] == 4 * (20 - least)
+    rig.runtime.flush()
+    rig.extend({1: 3})
+    counted = counters(rig)
+    assert counted["prefix_cache"] == 4 * least and counted["prefix_host"] == 4 * (20 - least + 21)
+    for slots in rig.runtime.cache.buffers():
+        slots.kv.add_(1.0)
+    with pytest.raises(AssertionError):
+        rig.extend({1: 1})
+
+
+def test_what_a_radix_hit_brings_stays():
     """After the cache was emptied, a prefill of a few tokens brings the whole prefix, and decode misses nothing."""
     rig = small_blocks(Rig(seed=10, layers=3, pages=60, context=300, requests=2, residency=[0, 2]), 2)
     rig.start(1)
@@ -153,11 +190,11 @@ def test_a_radix_hit_finds_room_again():
     rig.fork(2, 1, 12 * PAGE)
     rig.finish(1)
     rig.runtime.flush()
+    rig.runtime.reset_counters()
     rig.extend({2: 3})
+    assert counters(rig)["prefix_host"] == 3 * 2 * 12 and counters(rig)["prefix_cache"] == 0
     for page in rig.owned[2]:
         assert [all(resident(rig, layer, page)) for layer in (0, 2)] == [True, True]
-    before = dict(zip(COUNTERS, rig.runtime.cache.counters[0].tolist()))
-    assert before["evicted"] == before["prefetched"] == 0
     for _ in range(5):
         rig.decode([2])
     assert rig.runtime.cache.counters[[0, 2], COUNTERS.index("missed")].tolist() == [0, 0]
@@ -165,30 +202,53 @@ def test_a_radix_hit_finds_room_again():
 
 def test_a_radix_hit_spares_what_decode_selected():
     rig = small_blocks(Rig(seed=11, layers=1, pages=120, context=500, requests=2), 2)
-    rig.start(1)
-    rig.extend({1: 25 * PAGE})
-    rig.start(2)
-    rig.extend({2: 20 * PAGE})
+    for req, pages in ((1, 25), (2, 20)):
+        rig.start(req)
+        rig.extend({req: pages * PAGE})
     rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width + 3})
     for _ in range(3):
         rig.decode([2])
     view = rig.runtime.cache.views[0]
-    kept = view.page_of[view.stamp == rig.runtime.clock].clone()
+    newest = view.stamp == rig.runtime.clock
+    kept = view.page_of[newest].clone()
     rig.extend({1: 5})
-    assert torch.equal(view.page_of[view.stamp == rig.runtime.clock], kept)
-    assert bool((view.page_of >= 0)[view.stamp < 2**31 - 1].all()), "nothing that was free is left"
+    assert torch.equal(view.page_of[newest], kept)
+    assert bool((view.page_of >= 0)[view.stamp < 2**31 - 1].all()), "what was free is used"
 
 
-def test_a_prefill_is_no_miss_and_no_traffic():
-    rig = Rig(seed=7, layers=2, pages=60, context=300, requests=1)
+def test_a_continued_page_keeps_its_slot():
+    rig = Rig(seed=12, layers=2, pages=60, context=300, requests=1)
     rig.start(1)
-    for tokens in (40, 3, 50):
+    rig.extend({1: PAGE + 3})
+    for tokens in (2, 1, 1, PAGE):
         rig.extend({1: tokens})
-    counted = rig.runtime.cache.counters.sum(0).tolist()
-    assert counted == [0] * len(COUNTERS)
+        rig.runtime.cache.check()
+        pages = rig.owned[1][: -(-rig.length(1) // PAGE)]
+        assert all(resident(rig, layer, page) == [True, True] for layer in range(2) for page in pages)
     rig.decode([1])
-    counted = dict(zip(COUNTERS, rig.runtime.cache.counters.sum(0).tolist()))
-    assert counted["missed"] == 0 and counted["hit"] == counted["selected"], "the chunks were kept"
+    assert counters(rig)["missed"] == 0
+
+
+def test_the_next_layers_block_is_sent_before_its_layer_begins():
+    """One block a layer: without looking over the border of a layer, none would ever be under way."""
+    rig = Rig(seed=13, layers=3, pages=60, context=300, requests=1)
+    rig.start(1)
+    rig.extend({1: 5 * PAGE})
+    rig.runtime.flush()
+    order: list[str] = []
+    stage, attend = rig.runtime.ops.stage, rig.runtime.ops.attend_block
+
+    def staging(view, *args):
+        order.append(f"stage {[v is view for v in rig.runtime.cache.views].index(True)}")
+        stage(view, *args)
+
+    def attending(*args, causal):
+        order.append("own" if causal else "prefix")
+        return attend(*args, causal=causal)
+
+    rig.runtime.ops.stage, rig.runtime.ops.attend_block = staging, attending
+    rig.extend({1: 3})
+    assert order == ["stage 0", "own", "stage 1", "prefix", "own", "stage 2", "prefix", "own", "prefix"]
 
 
 def test_a_new_owner_inherits_no_prediction():

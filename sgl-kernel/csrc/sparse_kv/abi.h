@@ -24,7 +24,7 @@ struct SkvView {
   uint8_t* ahead;     // [heads][slots]
   void* host;         // [pages][heads] units, pinned host memory
   void* landmarks;    // [pages][heads][head_dim]
-  int64_t* counters;  // [8]
+  int64_t* counters;  // [10]
   int64_t heads;
   int64_t slots;
   int64_t pages;
@@ -74,7 +74,6 @@ struct SkvResolve {
   int64_t mode;   // 0 resolve, 1 prefetch, 2 install
   int64_t tally;  // resolve: count selected and hit
   int64_t move;   // resolve: copy the missing units before returning
-  int64_t places;  // install: units name a page by its place in `pages`
 };
 
 struct SkvAppend {
@@ -148,9 +147,14 @@ struct SkvGather {
 
 struct SkvStage {
   SkvInts pages;  // [count]
-  void* target;   // [count][heads] units
+  void* target;   // [2][heads][count * page_size][head_dim], keys and values
+  int64_t stride_values;  // from the keys to the values
+  int64_t stride_head;
+  int32_t* list;     // [count * heads] scratch: units that are not resident
+  int32_t* missing;  // [1] zero: how many they are
+  const int32_t* kept;  // [1] units that were just brought into slots, counted as the host's; or null
   int64_t count;
-  int64_t blocks;
+  int64_t blocks;  // of the movers
 };
 
 struct SkvChunk {

@@ -111,51 +111,6 @@ __global__ void write_token_kernel(const __grid_constant__ SkvView view, const _
   if (args.active[n] && page >= 0 && page < view.pages) write_one(view, args, n, head, slot);
 }
 
-// A prefill chunk to the host, and the landmarks of the pages that it closes. One block takes kTokens tokens of one head,
-// so that whole pages leave the GPU as contiguous kilobytes.
-constexpr int kTokens = 16;
-
-__global__ void __launch_bounds__(256)
-    store_chunk_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvChunk args) {
-  wait_for_previous_kernel();
-  int head = blockIdx.y, dim = static_cast<int>(view.head_dim), element = element_bytes(view.dtype);
-  int bytes = dim * element, pieces = bytes >> 4;
-  int64_t half = view.page_size * bytes, unit = 2 * half;
-  int64_t first = blockIdx.x * static_cast<int64_t>(kTokens);
-  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
-  auto row = [&](const void* base, int64_t stride, int64_t t) {
-    return static_cast<const char*>(base) + (t * stride + head * dim) * element;
-  };
-  if (args.through) {
-    for (int i = threadIdx.x; i < 2 * tokens * pieces; i += blockDim.x) {
-      bool is_value = i >= tokens * pieces;
-      int j = is_value ? i - tokens * pieces : i;
-      int64_t t = first + j / pieces, loc = get(args.loc, t);
-      if (loc < 0 || loc >= view.pages * view.page_size) continue;
-      auto* source = reinterpret_cast<const int4*>(is_value ? row(args.v, args.stride_v, t) : row(args.k, args.stride_k, t));
-      char* target = static_cast<char*>(view.host) + (loc / view.page_size * view.heads + head) * unit +
-                     (is_value ? half : 0) + loc % view.page_size * bytes;
-      reinterpret_cast<int4*>(target)[j % pieces] = source[j % pieces];
-    }
-  }
-  for (int64_t t = first + warp_id(); t < first + tokens; t += blockDim.x >> 5) {
-    int64_t loc = get(args.loc, t), page = loc / view.page_size;
-    if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
-    const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
-    for (int d = lane_id(); d < dim; d += 32) {
-      float sum = 0;
-      for (int back = static_cast<int>(view.page_size) - 1; back >= 0; --back) {
-        // A key of this chunk is taken from it: its copy on the host may still be on its way.
-        bool inside = t >= back && get(args.loc, t - back) == loc - back;
-        sum += inside ? load_element(row(args.k, args.stride_k, t - back), d, view.dtype)
-                      : load_element(keys, (view.page_size - 1 - back) * dim + d, view.dtype);
-      }
-      store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
-                    sum / static_cast<float>(view.page_size));
-    }
-  }
-}
-
 }  // namespace skv
 
 using namespace skv;
@@ -178,9 +133,4 @@ SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvApp
 SKV_EXPORT int skv_write_token(const SkvView* view, const SkvAppend* args, const Launch* where) {
   unsigned blocks = static_cast<unsigned>((args->n * view->heads + 7) / 8);
   return launch(*where, write_token_kernel, dim3(blocks), 256, 0, *view, *args);
-}
-
-SKV_EXPORT int skv_store_chunk(const SkvView* view, const SkvChunk* args, const Launch* where) {
-  unsigned blocks = static_cast<unsigned>((args->tokens + kTokens - 1) / kTokens);
-  return launch(*where, store_chunk_kernel, dim3(blocks, view->heads), 256, 0, *view, *args);
 }

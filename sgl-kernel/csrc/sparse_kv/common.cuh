@@ -32,7 +32,11 @@ constexpr float kInf = __builtin_huge_valf();
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-enum Counter { kSelected, kHit, kMissed, kPrefetched, kUseful, kWasted, kEvicted, kTokensIn, kCounters };
+// Columns of a counter row; table operations keep those before kCounters.
+enum Counter {
+  kSelected, kHit, kMissed, kPrefetched, kUseful, kWasted, kEvicted, kTokensIn, kCounters,
+  kPrefixHost = kCounters, kPrefixCache
+};
 
 using Counter64 = unsigned long long;
 

@@ -1,21 +1,34 @@
-// Copies named units, or whole pages for a prefill, from host memory.
+// Copies named units from host memory into slots, and a prefill's prefix from slots and host into a staging slot.
 #include "mover.cuh"
 
 namespace skv {
 
 constexpr int kPlainThreads = 512;
+constexpr int kResidentThreads = 256;
+constexpr unsigned kResidentBlocks = 128;
 
-// Whole pages into a staging buffer [count][heads] of units: unit i is head i % heads of page i / heads.
-struct PageRows {
-  SkvInts pages;
+// Units of whole pages into the planes of a staging slot, from the host: unit i is head i % heads of page i / heads.
+struct StagedRows {
+  const SkvStage& args;
   int heads;
   int page_size;
   int first;
   int stride;
   int count;
   __device__ __forceinline__ int4 load(int i) const {
-    int unit = first + i * stride;
-    return make_int4(static_cast<int>(get(pages, unit / heads)), unit % heads, unit / heads * heads, page_size);
+    int unit = __ldcg(args.list + first + i * stride);
+    return make_int4(static_cast<int>(get(args.pages, unit / heads)), unit % heads, unit / heads, page_size);
+  }
+  __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const {
+    Unit found = locate(view, row);
+    found.to = staged(view, args, row.y, row.z);
+    found.to_values = found.to + args.stride_values * element_bytes(view.dtype);
+    return found;
+  }
+  // Where the keys of page number `place` go.
+  static __device__ __forceinline__ char* staged(const SkvView& view, const SkvStage& args, int head, int place) {
+    int64_t element = head * args.stride_head + place * view.page_size * view.head_dim;
+    return static_cast<char*>(args.target) + element * element_bytes(view.dtype);
   }
 };
 
@@ -53,19 +66,54 @@ __global__ void gather_kernel(const __grid_constant__ SkvView view, const __grid
   if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
 }
 
+// Resident units by wide copies within device memory; the others are listed for the movers.
+__global__ void __launch_bounds__(kResidentThreads)
+    stage_resident_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
+  wait_for_previous_kernel();
+  int heads = static_cast<int>(view.heads), total = static_cast<int>(args.count) * heads;
+  int64_t unit = unit_bytes(view);
+  auto* counters = reinterpret_cast<Counter64*>(view.counters);
+  if (args.kept && blockIdx.x == 0 && threadIdx.x == 0) {
+    atomicAdd(counters + kPrefixHost, static_cast<Counter64>(*args.kept));
+    atomicAdd(counters + kPrefixCache, static_cast<Counter64>(-static_cast<int64_t>(*args.kept)));
+  }
+  int warps = static_cast<int>(gridDim.x * blockDim.x) >> 5;
+  int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+  for (int start = warp * 32; start < total; start += warps * 32) {
+    int mine = start + lane_id(), slot = kNone;
+    if (mine < total) {
+      int64_t page = get(args.pages, mine / heads);
+      if (page >= 0 && page < view.pages) slot = __ldcg(view.slot_of + mine % heads * view.pages + page);
+    }
+    uint32_t resident = __ballot_sync(kAll, slot >= 0), missing = __ballot_sync(kAll, mine < total && slot < 0);
+    int place = 0;
+    if (lane_id() == 0) {
+      if (missing) place = atomicAdd(args.missing, __popc(missing));
+      if (resident) atomicAdd(counters + kPrefixCache, static_cast<Counter64>(__popc(resident)));
+      if (missing) atomicAdd(counters + kPrefixHost, static_cast<Counter64>(__popc(missing)));
+    }
+    place = __shfl_sync(kAll, place, 0);
+    if (missing >> lane_id() & 1) args.list[place + __popc(missing & ((1u << lane_id()) - 1))] = mine;
+    for (uint32_t left = resident; left; left &= left - 1) {
+      int lane = __ffs(left) - 1, item = start + lane, head = item % heads;
+      int from_slot = __shfl_sync(kAll, slot, lane);
+      const char* from = static_cast<const char*>(view.kv) + (head * view.slots + from_slot) * unit;
+      char* to = StagedRows::staged(view, args, head, item / heads);
+      copy16(to, from, static_cast<int>(unit / 2), lane_id(), 32);
+      copy16(to + args.stride_values * element_bytes(view.dtype), from + unit / 2, static_cast<int>(unit / 2), lane_id(), 32);
+    }
+  }
+}
+
 template <bool kBulk>
-__global__ void stage_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args,
-                             int num_stages) {
+__global__ void stage_missing_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args,
+                                     int num_stages) {
   SKV_DYNAMIC_SHARED(stages);
   __shared__ MoverScratch scratch;
   wait_for_previous_kernel();
-  int heads = static_cast<int>(view.heads);
-  PageRows rows{args.pages, heads, static_cast<int>(view.page_size), static_cast<int>(blockIdx.x),
-                static_cast<int>(gridDim.x), share(static_cast<int>(args.count) * heads)};
-  SkvView target = view;
-  target.kv = args.target;
-  target.slots = 1;  // unit (head, slot) lies at head + slot, and slot is page number * heads
-  move<kBulk>(target, rows, stages, num_stages, scratch, nullptr);
+  StagedRows rows{args, static_cast<int>(view.heads), static_cast<int>(view.page_size), static_cast<int>(blockIdx.x),
+                  static_cast<int>(gridDim.x), share(__ldcg(args.missing))};
+  if (rows.count > 0) move<kBulk>(view, rows, stages, num_stages, scratch, nullptr);
 }
 
 }  // namespace skv
@@ -84,8 +132,13 @@ SKV_EXPORT int skv_gather(const SkvView* view, const SkvWork* work, const SkvGat
 }
 
 SKV_EXPORT int skv_stage(const SkvView* view, const SkvStage* args, const Launch* where) {
+  unsigned warps = static_cast<unsigned>((args->count * view->heads + 31) / 32);
+  unsigned wide = (warps * 32 + kResidentThreads - 1) / kResidentThreads;
+  int status = launch(*where, stage_resident_kernel, dim3(wide < kResidentBlocks ? wide : kResidentBlocks),
+                      kResidentThreads, 0, *view, *args);
+  if (status) return status;
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk ? mover_stages(*view, where->device) : 0;
-  return launch(*where, bulk ? stage_kernel<true> : stage_kernel<false>, dim3(args->blocks), bulk ? 32 : kPlainThreads,
-                stage_bytes(*view, stages), *view, *args, stages);
+  return launch(*where, bulk ? stage_missing_kernel<true> : stage_missing_kernel<false>, dim3(args->blocks),
+                bulk ? 32 : kPlainThreads, stage_bytes(*view, stages), *view, *args, stages);
 }

@@ -14,27 +14,11 @@ constexpr int kFewestStages = 4;          // of large units
 constexpr int kMoverReserve = 44 * 1024;  // shared memory of a block beside the stages
 constexpr int kRingBlocks = 4;          // of 32 descriptors: two in use, one arriving, one free
 
-// Rows of (page, head, slot, tokens): item i of this mover is row first + i * stride.
-struct UnitRows {
-  const int4* rows;
-  int first;
-  int stride;
-  int count;
-  __device__ __forceinline__ int4 load(int i) const { return __ldcg(rows + first + static_cast<int64_t>(i) * stride); }
-};
-
-// A mover's own rows, then others.
-struct JoinedRows {
-  UnitRows own;
-  const int4* more;
-  int count;  // of both
-  __device__ __forceinline__ int4 load(int i) const { return i < own.count ? own.load(i) : __ldcg(more + i - own.count); }
-};
-
 struct Unit {
-  const char* from;
-  char* to;
-  int half;    // bytes between the keys and the values
+  const char* from;  // keys, then values
+  char* to;          // of the keys
+  char* to_values;
+  int half;    // bytes between the keys and the values at `from`
   int bytes;   // of each half
 };
 
@@ -46,10 +30,29 @@ __device__ __forceinline__ Unit locate(const SkvView& view, int4 row) {
   int64_t unit = unit_bytes(view);
   int page = row.x, head = row.y, slot = row.z, tokens = min(max(row.w, 0), static_cast<int>(view.page_size));
   if (page < 0 || page >= view.pages || slot < 0) tokens = 0;
-  return Unit{static_cast<const char*>(view.host) + (page * view.heads + head) * unit,
-              static_cast<char*>(view.kv) + (head * view.slots + slot) * unit, static_cast<int>(unit / 2),
-              tokens * static_cast<int>(view.head_dim) * element_bytes(view.dtype)};
+  char* to = static_cast<char*>(view.kv) + (head * view.slots + slot) * unit;
+  return Unit{static_cast<const char*>(view.host) + (page * view.heads + head) * unit, to, to + unit / 2,
+              static_cast<int>(unit / 2), tokens * static_cast<int>(view.head_dim) * element_bytes(view.dtype)};
 }
+
+// Rows of (page, head, slot, tokens): item i of this mover is row first + i * stride.
+struct UnitRows {
+  const int4* rows;
+  int first;
+  int stride;
+  int count;
+  __device__ __forceinline__ int4 load(int i) const { return __ldcg(rows + first + static_cast<int64_t>(i) * stride); }
+  __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const { return locate(view, row); }
+};
+
+// A mover's own rows, then others.
+struct JoinedRows {
+  UnitRows own;
+  const int4* more;
+  int count;  // of both
+  __device__ __forceinline__ int4 load(int i) const { return i < own.count ? own.load(i) : __ldcg(more + i - own.count); }
+  __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const { return locate(view, row); }
+};
 
 // Waits while blocks on the critical path move misses, but never for long: a flag left behind must not hang the GPU.
 __device__ __forceinline__ bool stand_back(const int32_t* urgent) {
@@ -95,7 +98,7 @@ __device__ __forceinline__ void move_bulk(const SkvView& view, const Rows& rows,
             if (busy > 0 && !stand_back(urgent)) urgent = nullptr;
             busy = urgent ? *static_cast<const volatile int32_t*>(urgent) : 0;
           }
-          Unit unit = locate(view, scratch.ring[issued / 32 % kRingBlocks][issued % 32]);
+          Unit unit = rows.unit(view, scratch.ring[issued / 32 % kRingBlocks][issued % 32]);
           char* stage = stages + issued % num_stages * stage_bytes;
           CopyBarrier* full = &scratch.full[issued % num_stages];
           barrier_expect(full, 2 * unit.bytes);
@@ -106,14 +109,14 @@ __device__ __forceinline__ void move_bulk(const SkvView& view, const Rows& rows,
             bulk_load(stage + unit.half, unit.from + unit.half, unit.bytes, full);
           }
         }
-        Unit unit = locate(view, scratch.ring[i / 32 % kRingBlocks][i % 32]);
+        Unit unit = rows.unit(view, scratch.ring[i / 32 % kRingBlocks][i % 32]);
         const char* stage = stages + i % num_stages * stage_bytes;
         barrier_wait(&scratch.full[i % num_stages], i / num_stages & 1);
-        if (unit.bytes == unit.half) {
+        if (unit.bytes == unit.half && unit.to_values == unit.to + unit.half) {
           bulk_store(unit.to, stage, 2 * unit.half);
         } else if (unit.bytes > 0) {
           bulk_store(unit.to, stage, unit.bytes);
-          bulk_store(unit.to + unit.half, stage + unit.half, unit.bytes);
+          bulk_store(unit.to_values, stage + unit.half, unit.bytes);
         }
         bulk_commit();
       }
@@ -131,9 +134,9 @@ template <typename Rows>
 __device__ __forceinline__ void move_plain(const SkvView& view, const Rows& rows, const int32_t* urgent) {
   for (int i = warp_id(); i < rows.count; i += blockDim.x >> 5) {
     if (urgent && !stand_back(urgent)) urgent = nullptr;
-    Unit unit = locate(view, rows.load(i));
+    Unit unit = rows.unit(view, rows.load(i));
     copy16(unit.to, unit.from, unit.bytes, lane_id(), 32);
-    copy16(unit.to + unit.half, unit.from + unit.half, unit.bytes, lane_id(), 32);
+    copy16(unit.to_values, unit.from + unit.half, unit.bytes, lane_id(), 32);
   }
 }
 

@@ -65,11 +65,6 @@ struct Entries {
   __device__ __forceinline__ int64_t result(int e) const {
     return (static_cast<int64_t>(request_of(e)) * heads + head) * request->width + rank_of(e);
   }
-  // What a unit's row calls the page of an entry.
-  __device__ __forceinline__ int name(int e, int page) const {
-    if (!request->places) return page;
-    return reversed ? static_cast<int>(request->width) - 1 - rank_of(e) : rank_of(e);
-  }
   __device__ __forceinline__ int tokens(int e, const SkvView& view) const {
     if (!request->tokens.data) return static_cast<int>(view.page_size);
     return static_cast<int>(get(request->tokens, offset(request_of(e), rank_of(e))));
@@ -423,7 +418,7 @@ __device__ __forceinline__ void hand_out(const SkvView& view, const Entries& ent
       view.page_of[base + slot] = page;
       view.stamp[base + slot] = step;
       view.ahead[base + slot] = mode == kPrefetch;
-      units[first + place] = make_int4(entries.name(won.y, page), head, slot, tokens);
+      units[first + place] = make_int4(page, head, slot, tokens);
       brought += tokens > 0;
       tokens_in += tokens;
     }

@@ -280,6 +280,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
   return emulator::fold<unsigned>(v, [](unsigned a, unsigned b) { return std::max(a, b); });
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 
 template <typename T>
 T __ldcg(const T* p) {

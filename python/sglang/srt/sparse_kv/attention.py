@@ -86,7 +86,7 @@ class SparseKVAttnBackend(AttentionBackend):
             out = decode_layer(self.runtime, self.step, layer.layer_id, q, k, v, layer.scaling)
         else:
             q = q.view(tokens, geometry.kv_heads * geometry.group, geometry.head_dim)
-            out = self.prefill.forward(layer.layer_id, q, k, v, forward_batch.out_cache_loc, layer.scaling)
+            out = self.prefill.forward(layer.layer_id, q, k, v, layer.scaling)
         return out.reshape(tokens, -1)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):

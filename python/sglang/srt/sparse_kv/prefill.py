@@ -1,7 +1,9 @@
-"""Prefill with the prefix in host memory: a chunk attends to itself and, block by block, to what the host holds.
+"""Prefill with the prefix in host memory: a chunk attends to itself and, block by block, to its prefix.
 
-Two staging slots take turns: block b+1 is on its way while block b is attended. Partial results join by log-sum-exp, so
-the result is exact and device memory does not grow with the prefix.
+Two staging slots take turns: while one block is attended, the next is on its way, across the borders of requests and
+layers too. A block's units come from their cache slots where they are resident and from the host otherwise; those from
+the host stay in slots that are free or long unused, where decode will find them. Partial results join by log-sum-exp,
+so the result is exact and device memory does not grow with the prefix.
 """
 
 from __future__ import annotations
@@ -14,20 +16,30 @@ from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
 
 @dataclass
+class Block:
+    """Prefix pages that one staging slot holds at a time."""
+
+    pages: torch.Tensor  # int32 [M] physical
+    page_tokens: torch.Tensor  # int32 [M] tokens of the prefix in each
+    tokens: int  # in all of them
+
+
+@dataclass
 class Chunk:
     """One request's part of a prefill batch."""
 
     start: int  # row of its first token in the batch
     tokens: int
-    prefix: int  # committed tokens before the chunk
-    pages: torch.Tensor  # int32 [MP] physical page table
+    blocks: list[Block]  # of its prefix
 
 
 @dataclass
 class PrefillStep:
     chunks: list[Chunk]
-    written: torch.Tensor  # int64 [M] physical pages that the batch writes, in the order of their tokens
-    written_tokens: torch.Tensor  # int64 [M] committed tokens of each, this batch's included
+    blocks: list[Block]  # of all chunks, in the order in which every layer attends to them
+    begun: torch.Tensor  # int32 [B] physical pages whose first token the batch writes, in the order of their tokens
+    begun_tokens: torch.Tensor  # int32 [B] tokens in each
+    loc: torch.Tensor  # int [T] host slots of the batch's tokens
 
 
 class Prefill:
@@ -36,11 +48,13 @@ class Prefill:
         geometry = runtime.geometry
         self.block_pages = runtime.plan.staging_tokens // geometry.page_size
         self.staging = torch.zeros(
-            (2, self.block_pages, geometry.kv_heads, 2, geometry.page_size, geometry.head_dim),
+            (2, 2, geometry.kv_heads, self.block_pages * geometry.page_size, geometry.head_dim),
             dtype=geometry.dtype,
             device=runtime.landmarks.device,
-        )
+        )  # [slot, K|V, H, tokens, D]
         self.step: PrefillStep | None = None
+        self._staged = 0  # blocks sent on their way in this forward, over all layers
+        self._leaving: tuple[torch.Tensor, ...] = ()  # kept alive while it is on its way to the host
 
     def begin(self, req_to_token, req, prefix_lens: list[int], extend_lens: list[int], loc: torch.Tensor) -> None:
         """req_to_token int32 [slots, context]; req int [N]; loc int [T] host slots of the batch's tokens."""
@@ -49,75 +63,105 @@ class Prefill:
         runtime.note_prefill(prefix_lens, extend_lens)
         page_size = runtime.geometry.page_size
         tables = physical_pages(req_to_token, req, page_size, runtime.geometry.max_pages)
-        chunks, start = [], 0
-        for i, (prefix, tokens) in enumerate(zip(prefix_lens, extend_lens, strict=True)):
-            chunks.append(Chunk(start, tokens, prefix, tables[i]))
+        chunks: list[Chunk] = []
+        begun, begun_tokens, start = [], [], 0
+        for table, prefix, tokens in zip(tables, prefix_lens, extend_lens, strict=True):
+            chunks.append(Chunk(start, tokens, self._blocks(table, prefix)))
             start += tokens
-        page, offset = loc.long() // page_size, loc.long() % page_size
-        written, inverse = torch.unique(page, return_inverse=True)
-        filled = torch.zeros_like(written).scatter_reduce(0, inverse, offset + 1, "amax")
-        last = torch.zeros_like(written).scatter_reduce(0, inverse, torch.arange(len(loc), device=loc.device), "amax")
-        order = last.argsort()
-        self.step = PrefillStep(chunks, written[order], filled[order])
+            end = prefix + tokens
+            pages = range(-(-prefix // page_size), -(-end // page_size))
+            begun.append(table[pages.start : pages.stop])
+            begun_tokens += [min(page_size, end - page * page_size) for page in pages]
+        counts = torch.tensor(begun_tokens, dtype=torch.int32).to(tables.device, non_blocking=True)
+        blocks = [block for chunk in chunks for block in chunk.blocks]
+        self.step = PrefillStep(chunks, blocks, torch.cat(begun), counts, loc)
+        self._staged = 0
 
-    def forward(self, layer: int, q, k, v, loc: torch.Tensor, scale: float) -> torch.Tensor:
+    def _blocks(self, table: torch.Tensor, prefix: int) -> list[Block]:
+        """table int32 [MP]."""
+        page_size = self.runtime.geometry.page_size
+        most = self.block_pages * page_size
+        blocks = []
+        for start in range(0, prefix, most):
+            tokens = min(prefix - start, most)
+            pages = table[start // page_size : -(-(start + tokens) // page_size)]
+            filled = torch.full_like(pages, page_size)
+            filled[-1] = tokens - (len(pages) - 1) * page_size
+            blocks.append(Block(pages, filled, tokens))
+        return blocks
+
+    def forward(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
         """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]."""
         runtime, step = self.runtime, self.step
         assert step is not None, "begin comes before the layers"
-        view = runtime.cache.views[layer]
-        runtime.ops.store_chunk(view, k, v, loc, through=not runtime.policy.skip_write_through)
-        self._refresh_cache(layer, view, step)
+        if layer == 0:
+            self._stage_next(step)
+        self._store(layer, step, k, v)
         out = torch.empty_like(q)
         for chunk in step.chunks:
             rows = slice(chunk.start, chunk.start + chunk.tokens)
-            out[rows] = self._attend(layer, view, chunk, q[rows], k[rows], v[rows], scale)
+            out[rows] = self._attend(step, chunk, q[rows], k[rows], v[rows], scale)
+        self._refresh_cache(layer, step, k, v)
         if layer == runtime.geometry.num_layers - 1:
             runtime.transfer.join_all()
+            self._leaving = ()
         return out
 
-    def _refresh_cache(self, layer: int, view, step: PrefillStep) -> None:
-        """The pages' entries hold an earlier owner's contents: they go, and the new contents take unused slots."""
-        runtime = self.runtime
-        if not runtime.policy.skip_invalidation:
-            runtime.ops.invalidate(view, step.written)
-        if layer in runtime.cache.scoped:
-            return
-        fetch = runtime.ops.install(view, step.written, step.written_tokens, runtime.clock_long_ago)
-        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
+    def _store(self, layer: int, step: PrefillStep, k, v) -> None:
+        """The chunk's K/V leaves for the host under this layer's compute; the layer before has arrived."""
+        runtime, loc = self.runtime, step.loc
+        view, through = runtime.cache.views[layer], not runtime.policy.skip_write_through
+        runtime.transfer.join("store")
+        self._leaving = (k, v)
+        runtime.transfer.submit("store", lambda: runtime.ops.store_chunk(view, k, v, loc, through), to_host=True)
 
-    def _attend(self, layer: int, view, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
-        runtime = self.runtime
-        page_size = runtime.geometry.page_size
-        blocks = -(-chunk.prefix // (self.block_pages * page_size))
-        self._stage(view, chunk, 0, blocks)
-        out, lse = runtime.ops.attend_block(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal=True)
-        for block in range(blocks):
-            self._stage(view, chunk, block + 1, blocks)
-            runtime.transfer.join(("staging", block % 2))
-            tokens = min(chunk.prefix - block * self.block_pages * page_size, self.block_pages * page_size)
-            pages = -(-tokens // page_size)
-            self._keep(layer, view, chunk, block, tokens // page_size)
-            staged = self.staging[block % 2, :pages].permute(2, 1, 0, 3, 4)  # [2, H, pages, P, D]
-            keys, values = staged.reshape(2, staged.shape[1], pages * page_size, -1)[:, :, :tokens]
-            part, part_lse = runtime.ops.attend_block(q, keys, values, scale, causal=False)
-            out, lse = runtime.ops.merge(out, lse, part, part_lse)
-        return out
+    def _refresh_cache(self, layer: int, step: PrefillStep, k, v) -> None:
+        """Keeps the entries of the pages that the batch writes true to the host. A page that it begins may have an
+        entry of an earlier owner's, which goes; it gets an unused slot. The chunk is written from the device into every
+        slot that its pages have, those that it continues included.
 
-    def _keep(self, layer: int, view, chunk: Chunk, block: int, pages: int) -> None:
-        """Lets a staged block's first `pages`, which are full, stay in slots that are free or long unused: after a
-        radix hit, decode then finds the context resident as far as there is room.
+        The prefix is read from its slots until this layer's attention ends, so not before that.
         """
         runtime = self.runtime
-        if pages and layer not in runtime.cache.scoped:
-            first = block * self.block_pages
-            staged = self.staging[block % 2, :pages]
-            runtime.ops.adopt(view, chunk.pages[first : first + pages], staged, runtime.clock_long_ago)
-
-    def _stage(self, view, chunk: Chunk, block: int, blocks: int) -> None:
-        if block >= blocks:
+        if runtime.policy.skip_invalidation:
             return
-        first = block * self.block_pages
-        last = min(first + self.block_pages, -(-chunk.prefix // self.runtime.geometry.page_size))
-        pages = chunk.pages[first:last]
-        target = self.staging[block % 2, : last - first]
-        self.runtime.transfer.submit(("staging", block % 2), lambda: self.runtime.ops.stage(view, pages, target))
+        view = runtime.cache.views[layer]
+        runtime.ops.invalidate(view, step.begun)
+        if layer not in runtime.cache.scoped:
+            runtime.ops.install(view, step.begun, step.begun_tokens, runtime.clock_long_ago)
+        runtime.ops.fill(view, k, v, step.loc)
+
+    def _attend(self, step: PrefillStep, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
+        ops = self.runtime.ops
+        out, lse = ops.attend_block(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal=True)
+        for block in chunk.blocks:
+            slot = (self._staged - 1) % 2
+            self._stage_next(step)  # into the other slot, which the attention before this one has left
+            self.runtime.transfer.join(("staging", slot))
+            keys, values = self.staging[slot, :, :, : block.tokens]
+            part, part_lse = ops.attend_block(q, keys, values, scale, causal=False)
+            out, lse = ops.merge(out, lse, part, part_lse)
+        return out
+
+    def _stage_next(self, step: PrefillStep) -> None:
+        """Sends the next block of the forward on its way, whichever layer it belongs to."""
+        runtime, blocks = self.runtime, step.blocks
+        if self._staged < len(blocks) * runtime.geometry.num_layers:
+            layer, number = divmod(self._staged, len(blocks))
+            self._stage(layer, blocks[number], self._staged % 2)
+        self._staged += 1
+
+    def _stage(self, layer: int, block: Block, slot: int) -> None:
+        runtime = self.runtime
+        ops, view = runtime.ops, runtime.cache.views[layer]
+        target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
+        kept = None
+        if layer not in runtime.cache.scoped:
+            kept = ops.install(view, block.pages, block.page_tokens, runtime.clock_long_ago)
+
+        def copy() -> None:
+            if kept is not None:
+                ops.gather(view, kept)
+            ops.stage(view, block.pages, target, kept)
+
+        runtime.transfer.submit(("staging", slot), copy)

@@ -22,10 +22,12 @@ class TransferError(RuntimeError):
 
 
 class Transfer(ABC):
-    """Engine of transfers. `urgent` marks what the critical path waits for."""
+    """Engine of transfers. `urgent` marks what the critical path waits for, `to_host` what leaves the device: the link
+    carries both directions at once.
+    """
 
     @abstractmethod
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None: ...
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None: ...
 
     @abstractmethod
     def join(self, lane: Hashable) -> None: ...
@@ -48,7 +50,7 @@ class Transfer(ABC):
 class PlainTransfer(Transfer):
     """Copies at once."""
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
         copy()
 
     def join(self, lane: Hashable) -> None:
@@ -64,7 +66,7 @@ class DelayedTransfer(Transfer):
     def __init__(self) -> None:
         self.pending: list[tuple[Hashable, Copy]] = []
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
         self.pending.append((lane, copy))
 
     def join(self, lane: Hashable) -> None:
@@ -88,7 +90,7 @@ class ReorderedTransfer(DelayedTransfer):
         super().__init__()
         self.random = random.Random(seed)
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
         super().submit(lane, copy)
         self._run_some()
 
@@ -109,7 +111,7 @@ class FailingTransfer(Transfer):
         self.random, self.rate, self.attempts = random.Random(seed), rate, attempts
         self.failures = 0
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
         for _ in range(self.attempts):
             if self.random.random() >= self.rate:
                 copy()
@@ -125,14 +127,18 @@ class FailingTransfer(Transfer):
 
 
 class SkippedTransfer(PlainTransfer):
-    """The no-IO oracle: copies nothing. The text is wrong; the time is what a perfect transfer would leave."""
+    """The no-IO oracle: brings nothing. The text is wrong; the time is what a perfect transfer would leave. The host
+    still gets what is new, so that the next policy finds the truth there.
+    """
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
-        pass
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+        if to_host:
+            copy()
 
 
 class StreamTransfer(Transfer):
-    """Copies on a side stream that forks from the current stream at `submit` and rejoins it at `join`.
+    """Copies on side streams, one for each direction, that fork from the current stream at `submit` and rejoin it at
+    `join`.
 
     Urgent copies run on the current stream itself: whoever submits one waits for it anyway. Works inside a graph
     capture, where every fork must be joined before the capture ends.
@@ -140,20 +146,21 @@ class StreamTransfer(Transfer):
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.side = torch.cuda.Stream(device)
+        self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
         self.beside = torch.cuda.Stream(device, priority=-1)
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
         if urgent:
             copy()
             return
         planned = torch.cuda.Event()
         planned.record()
-        with torch.cuda.stream(self.side):
-            self.side.wait_event(planned)  # the tables and the descriptors that the copy reads
+        side = self.to_host if to_host else self.to_device
+        with torch.cuda.stream(side):
+            side.wait_event(planned)  # the tables and the descriptors that the copy reads
             copy()
             landed = torch.cuda.Event()
             landed.record()

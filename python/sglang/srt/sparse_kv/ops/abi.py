@@ -34,8 +34,7 @@ Work: Any = _struct("Work", "error:p cursor:p urgent:p list:p rows:p skip:p miss
 Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
-    "step:p cap:p num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i tally:i move:i "
-    "places:i",
+    "step:p cap:p num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i tally:i move:i",
 )
 Append: Any = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
 Score: Any = _struct(
@@ -50,7 +49,7 @@ Select: Any = _struct(
     "window:i budget:i width:i",
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
-Stage: Any = _struct("Stage", "pages:n target:p count:i blocks:i")
+Stage: Any = _struct("Stage", "pages:n target:p stride_values:i stride_head:i list:p missing:p kept:p count:i blocks:i")
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
 Lookup: Any = _struct("Lookup", "source:n table:p table_width:i out:p n:i width:i page_size:i")
 Step: Any = _struct(
@@ -84,6 +83,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "gather": (View, Work, Gather),
     "stage": (View, Stage),
     "store_chunk": (View, Chunk),
+    "fill": (View, Chunk),
     "lookup": (Lookup,),
     "step": (Step,),
     "count_guides": (Ints, Ints, c_int64, c_void_p),

@@ -169,7 +169,7 @@ def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, tor
 
 
 def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:
-    """As reference_attention.merge, weighted in float32."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = torch.exp(lse_a - lse)[..., None], torch.exp(lse_b - lse)[..., None]
-    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
+    """As reference_attention.merge, by SGLang's own kernel, weighted in float32."""
+    from sglang.srt.layers.attention.merge_state import merge_state
+
+    return merge_state(out_a, lse_a, out_b, lse_b)

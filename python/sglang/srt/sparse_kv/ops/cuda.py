@@ -36,7 +36,6 @@ from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch, Selec
 from sglang.srt.sparse_kv.ops.workspace import chunks, workspace
 
 __all__ = [
-    "adopt",
     "append",
     "attend",
     "attend_block",
@@ -45,6 +44,7 @@ __all__ = [
     "clear",
     "count_guides",
     "decode_step",
+    "fill",
     "gather",
     "install",
     "invalidate",
@@ -67,7 +67,6 @@ __all__ = [
 MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "4"))
 MOVER_BLOCKS_SMALL_UNITS = 6  # below 8 KB
 MOVER_BLOCKS_PLAIN = 16
-ADOPTING_BLOCKS = 32  # from device memory, where no link is the limit
 MAX_BUDGET_PAGES = 1024
 RESOLVE, PREFETCH, INSTALL = range(3)
 
@@ -302,17 +301,6 @@ def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
     return _edit(view, _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0)))
 
 
-def adopt(view: LayerView, pages, staged: torch.Tensor, step) -> None:
-    """As reference.adopt."""
-    shape = (1, pages.shape[0])
-    fetch = _edit(view, _request(view, pages, None, step, INSTALL, shape, (0, 0), places=1))
-    there = view_of(view)
-    there.host, there.pages = pointer(contiguous(staged, "staged", view.kv.dtype)), staged.shape[0]
-    args = abi.Gather(units=pointer(fetch.units), count=pointer(fetch.count), blocks=ADOPTING_BLOCKS)
-    work = workspace(view.stamp.device).work(view.stamp.shape[0], 1)
-    launch("gather", view.stamp.device, there, work, args)
-
-
 def invalidate(view: LayerView, pages) -> None:
     """As reference.invalidate."""
     launch("invalidate", view.stamp.device, view_of(view), ints(pages, "pages"), pages.numel())
@@ -363,12 +351,30 @@ def set_miss_rate(device: torch.device, rate: float) -> None:
     workspace(device).miss_rate.fill_(round(rate * 1_000_000))
 
 
-def stage(view: LayerView, pages, target: torch.Tensor, blocks: int | None = None) -> None:
-    """Copies whole host pages, int [M], into target [M, H, 2, P, D] on the device."""
-    contiguous(target, "target", view.kv.dtype)
+def stage(view: LayerView, pages, target: torch.Tensor, kept: Fetch | None = None, blocks: int | None = None) -> None:
+    """As reference.stage. target [2, H, M*P, D], keys and values of a head together; blocks: that move the units which
+    are not resident.
+    """
+    heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
+    expected = (2, heads, count * view.kv.shape[3], dim)
+    if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
+        raise ValueError(
+            f"stage: target must be {view.kv.dtype} {list(expected)}, each head's tokens together, got {target.dtype} "
+            f"{list(target.shape)} with strides {target.stride()}"
+        )
     device = target.device
-    unit_bytes = view.kv[0, 0].numel() * view.kv.element_size()
-    args = abi.Stage(ints(pages, "pages"), pointer(target), pages.shape[0], blocks or _mover_blocks(device, unit_bytes))
+    work = torch.zeros(1 + count * heads, dtype=torch.int32, device=device)
+    args = abi.Stage(
+        pages=ints(pages, "pages"),
+        target=pointer(target),
+        stride_values=target.stride(0),
+        stride_head=target.stride(1),
+        missing=pointer(work),
+        list=pointer(work[1:]),
+        kept=pointer(kept.count if kept else None),
+        count=count,
+        blocks=blocks or _mover_blocks(device, view.kv[0, 0].numel() * view.kv.element_size()),
+    )
     launch("stage", device, view_of(view), args)
 
 
@@ -428,8 +434,16 @@ def append(
     return slots
 
 
+def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:
+    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
+    return abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
+
+
 def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
     """As reference.store_chunk."""
-    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
-    args = abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
-    launch("store_chunk", k.device, view_of(view), args)
+    launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through))
+
+
+def fill(view: LayerView, k, v, loc) -> None:
+    """As reference.fill."""
+    launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))

@@ -22,7 +22,7 @@ OPERATIONS = (
     "stage",
     "store_chunk",
     "install",
-    "adopt",
+    "fill",
     "invalidate",
     "clear",
     "attend_inputs",

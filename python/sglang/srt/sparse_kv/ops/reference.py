@@ -16,8 +16,11 @@ NEVER = -1  # stamp of a free slot: older than any step
 RESERVED = torch.iinfo(torch.int32).max  # stamp of a slot that must not be used
 
 # Columns of a counter row, one row a layer.
-COUNTERS = ("selected", "hit", "missed", "prefetched", "useful", "wasted", "evicted", "tokens_in")
-SELECTED, HIT, MISSED, PREFETCHED, USEFUL, WASTED, EVICTED, TOKENS_IN = range(len(COUNTERS))
+COUNTERS = (
+    *("selected", "hit", "missed", "prefetched", "useful", "wasted", "evicted", "tokens_in"),
+    *("prefix_host", "prefix_cache"),
+)
+SELECTED, HIT, MISSED, PREFETCHED, USEFUL, WASTED, EVICTED, TOKENS_IN, PREFIX_HOST, PREFIX_CACHE = range(len(COUNTERS))
 
 
 @dataclass
@@ -349,9 +352,20 @@ def gather(view: LayerView, fetch: Fetch) -> None:
         view.kv[head, slot, :, :tokens] = view.host[page, head, :, :tokens].to(view.kv.device)
 
 
-def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies whole host pages, int [M], into target [M, H, 2, P, D] on the device."""
-    target.copy_(view.host[pages.long()])
+def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor, kept: Fetch | None = None) -> None:
+    """Copies pages of a prefix, int [M], into target [2, H, M*P, D] (keys, values) on the device: units that are
+    resident from their slots, the rest from the host. kept: those that `gather` has just brought, which is where they
+    are counted to.
+    """
+    pages = pages.long()
+    units = view.host[pages].to(view.kv.device)  # [M, H, 2, P, D]
+    slots = view.slot_of[:, pages].T.long()  # [M, H]
+    place, head = (slots >= 0).nonzero(as_tuple=True)
+    units[place, head] = view.kv[head, slots[place, head]]
+    target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
+    cached = place.numel() - (int(kept.count) if kept else 0)
+    view.counters[PREFIX_CACHE] += cached
+    view.counters[PREFIX_HOST] += slots.numel() - cached
 
 
 def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
@@ -415,8 +429,8 @@ def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Te
 def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
     """Enters pages of a prefill chunk into slots with stamp < step, the last pages first, as far as slots reach.
 
-    pages int [M], tokens int [M] of each; resident ones are left alone. Returns what to copy (from the host, which
-    holds the chunk).
+    pages int [M], tokens int [M] of each; resident ones are left alone. Returns the units entered, whose slots
+    `fill` writes.
     """
     heads = view.stamp.shape[0]
     absent = (view.slot_of[:, pages.long()] < 0).all(0)
@@ -429,19 +443,14 @@ def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: to
     return fetch
 
 
-def adopt(view: LayerView, pages: torch.Tensor, staged: torch.Tensor, step: torch.Tensor) -> None:
-    """Keeps units of pages that were brought for a prefill: those not resident take slots with stamp < step, the last
-    pages first, as far as slots reach.
+def fill(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor) -> None:
+    """Writes a prefill chunk's K/V into the slots of those of its pages that have one.
 
-    pages int [M], each once and full; staged [M, H, 2, P, D] their contents, on the cache's device.
+    k, v [T, H, D]; loc int [T] host slots. The pages' other tokens must be in their slots already.
     """
-    order = pages.long().flip(0)
-    wanted = order.to(torch.int32).expand(1, view.stamp.shape[0], -1)
-    missing = _slots_of(view, wanted) < 0
-    before = view.counters.clone()
-    fetch = _enter(view, *_distinct(view, missing, wanted, None, by_rank=True), step, ahead=False, must=False)
-    copied = [MISSED, TOKENS_IN]
-    view.counters[copied] = before[copied]
-    page, head, slot, _ = fetch.units.long().unbind(1)
-    place = torch.full_like(view.slot_of[0], NONE, dtype=torch.int64).scatter(0, pages.long(), torch.arange(len(pages)))
-    view.kv[head, slot] = staged[place[page], head]
+    page_size = view.kv.shape[3]
+    slots = view.slot_of[:, loc.long() // page_size].T.long()  # [T, H]
+    token, head = (slots >= 0).nonzero(as_tuple=True)
+    slot, offset = slots[token, head], (loc.long() % page_size)[token]
+    view.kv[head, slot, 0, offset] = k[token, head]
+    view.kv[head, slot, 1, offset] = v[token, head]

@@ -1,0 +1,160 @@
+"""Time to the first token over HTTP, dense SGLang and sparse KV in one run: cold prompts, a group, a second turn.
+
+    python -m benchmark.serving.prefill --model MODEL --output prefill.json --variants dense sparse --lengths 4096 32768
+
+Takes the options of ``benchmark.serving.run``. Every figure is the median of a few requests of one generated token,
+sent while nothing else runs:
+
+* ``cold``: a prompt of which nothing is cached.
+* ``group``: eight cold prompts of one length sent at once, until the last has its token.
+* ``second_turn``: 200 new tokens after a cached prompt. For sparse KV twice: with the prompt's pages in the GPU cache
+  as its prefill left them, and with that cache emptied, so that every page comes from the host; the counters
+  ``prefix_cache`` and ``prefix_host`` beside the figure say which of the two it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+from typing import Any
+
+from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.serving import options, policies, record, server
+from benchmark.serving.client import Trace, session, stream
+
+REPEATS = 3
+GROUP = 8
+NEW_TOKENS = 200
+
+
+def say(text: str) -> None:
+    print(f"[prefill] {text}", file=sys.stderr, flush=True)
+
+
+def first_tokens(url: str, prompts: list[list[int]]) -> list[Trace]:
+    """Sends all prompts at once for one token each. Raises RuntimeError when one fails."""
+
+    async def ask() -> list[Trace]:
+        traces = [Trace() for _ in prompts]
+        sampling = {"max_new_tokens": 1, "temperature": 0}
+        async with session() as http:
+            await asyncio.gather(*(stream(http, url, p, sampling, t) for p, t in zip(prompts, traces, strict=True)))
+        return traces
+
+    traces = asyncio.run(ask())
+    for trace in traces:
+        if trace.error or not trace.times:
+            raise RuntimeError(f"a request failed: {trace.error or 'no token came'}")
+    return traces
+
+
+class Measurement:
+    """One variant's server, asked about one length after another."""
+
+    def __init__(self, url: str, prompts: dict[int, list[list[int]]], sparse: dict[str, Any] | None):
+        self.url, self.prompts, self.sparse = url, prompts, sparse
+
+    def length(self, length: int, group: bool) -> dict[str, Any]:
+        prompts = self.prompts[length]
+        first_tokens(self.url, prompts[:1])  # compilation and first allocations do not count
+        cold = []
+        for prompt in prompts[1 : 1 + REPEATS]:
+            server.flush(self.url)
+            cold.append(first_tokens(self.url, [prompt])[0].ttft)
+        found: dict[str, Any] = {"cold_s": statistics.median(cold), "cold_runs_s": cold}
+        say(f"{length} tokens, cold: {found['cold_s']:.3f} s")
+        found["second_turn"] = {"as_left": self.second_turn(prompts, empty=False)}
+        if self.sparse:
+            found["second_turn"]["from_host"] = self.second_turn(prompts, empty=True)
+        if group:
+            server.flush(self.url)
+            traces = first_tokens(self.url, prompts[:GROUP])
+            seconds = max(trace.times[0] for trace in traces) - min(trace.sent for trace in traces)
+            found["group_s"] = seconds
+            say(f"{length} tokens, {GROUP} at once: {seconds:.3f} s")
+        server.flush(self.url)
+        return found
+
+    def second_turn(self, prompts: list[list[int]], empty: bool) -> dict[str, Any]:
+        """Each new turn differs, so that only the first prompt is found in the cache."""
+        server.flush(self.url)
+        first_tokens(self.url, prompts[:1])
+        before = self._counters()
+        seconds, cached = [], 0
+        for turn in range(REPEATS):
+            if empty:
+                policies.switch(self.url, "default", self.sparse["policy"])  # a switch empties the page cache
+            time.sleep(0.2)
+            new = prompts[1 + turn][:NEW_TOKENS]
+            trace = first_tokens(self.url, [prompts[0] + new])[0]
+            seconds.append(trace.ttft)
+            cached = trace.cached
+        found = {"s": statistics.median(seconds), "runs_s": seconds, "cached_tokens": cached}
+        if self.sparse:
+            found["units"] = {name: value - before[name] for name, value in self._counters().items()}
+        say(f"{len(prompts[0])} tokens, second turn{' from the host' if empty else ''}: {found['s']:.3f} s")
+        return found
+
+    def _counters(self) -> dict[str, int]:
+        if not self.sparse:
+            return {}
+        total = server.state(self.url)["sparse_kv"]["total"]
+        return {name: total[name] for name in ("prefix_cache", "prefix_host")}
+
+
+def measure(chosen: argparse.Namespace, variant: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
+    command = options.command(chosen, variant)
+    with server.Server(command, chosen.logs, {"HF_HUB_OFFLINE": "1"}, say) as running:
+        state = server.state(running.url)
+        measurement = Measurement(running.url, prompts, state.get("sparse_kv"))
+        found = {str(length): measurement.length(length, group=length <= 32768) for length in chosen.lengths}
+        memory = running.memory
+        return {
+            "command": running.command,
+            "memory_usage": state.get("memory_usage"),
+            "plan": (state.get("sparse_kv") or {}).get("plan"),
+            "peak_memory_gb": round(memory.peak / 1e9, 2),
+            "peak_memory_source": memory.source,
+            "lengths": found,
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        chosen = options.parse(argv)
+        corpus = Corpus(chosen.text, chosen.seed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    chosen.context = chosen.context or max(chosen.lengths) + NEW_TOKENS + 16
+    tokenizer = load_tokenizer(chosen.model)
+    prompts = {length: corpus.prompts(tokenizer, max(GROUP, REPEATS + 1), length) for length in chosen.lengths}
+    report: dict[str, Any] = {
+        "benchmark": "prefill",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmark.serving.prefill", *(argv or sys.argv[1:])]),
+        "sources": record.sources(),
+        "machine": record.machine(),
+        "versions": record.versions(),
+        "corpus": corpus.digest,
+        "variants": {},
+    }
+    for variant in chosen.variants:
+        try:
+            report["variants"][variant] = measure(chosen, variant, prompts)
+        except RuntimeError as error:
+            say(f"{variant}: {error}")
+            report["variants"][variant] = {"failed": str(error)[-2000:]}
+        chosen.output.parent.mkdir(parents=True, exist_ok=True)
+        chosen.output.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any("failed" in found for found in report["variants"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+// A prefill's chunk: to the host, with the landmarks of the pages that it closes, and into slots.
+#include "ptx.cuh"
+
+namespace skv {
+
+// A prefill chunk to the host, and the landmarks of the pages that it closes. A block takes kTokens tokens of one head at
+// a time, so that whole pages leave the GPU as contiguous kilobytes. Few blocks fill the link, and leave the others to
+// the attention beside them.
+constexpr int kTokens = 16;
+constexpr int64_t kStoreBlocks = 32;
+
+__device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head) {
+  int dim = static_cast<int>(view.head_dim), element = element_bytes(view.dtype);
+  int bytes = dim * element, pieces = bytes >> 4;
+  int64_t half = view.page_size * bytes, unit = 2 * half;
+  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
+  auto row = [&](const void* base, int64_t stride, int64_t t) {
+    return static_cast<const char*>(base) + (t * stride + head * dim) * element;
+  };
+  if (args.through) {
+    for (int i = threadIdx.x; i < 2 * tokens * pieces; i += blockDim.x) {
+      bool is_value = i >= tokens * pieces;
+      int j = is_value ? i - tokens * pieces : i;
+      int64_t t = first + j / pieces, loc = get(args.loc, t);
+      if (loc < 0 || loc >= view.pages * view.page_size) continue;
+      auto* source = reinterpret_cast<const int4*>(is_value ? row(args.v, args.stride_v, t) : row(args.k, args.stride_k, t));
+      char* target = static_cast<char*>(view.host) + (loc / view.page_size * view.heads + head) * unit +
+                     (is_value ? half : 0) + loc % view.page_size * bytes;
+      reinterpret_cast<int4*>(target)[j % pieces] = source[j % pieces];
+    }
+  }
+  for (int64_t t = first + warp_id(); t < first + tokens; t += blockDim.x >> 5) {
+    int64_t loc = get(args.loc, t), page = loc / view.page_size;
+    if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
+    const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
+    for (int d = lane_id(); d < dim; d += 32) {
+      float sum = 0;
+      for (int back = static_cast<int>(view.page_size) - 1; back >= 0; --back) {
+        // A key of this chunk is taken from it: its copy on the host may still be on its way.
+        bool inside = t >= back && get(args.loc, t - back) == loc - back;
+        sum += inside ? load_element(row(args.k, args.stride_k, t - back), d, view.dtype)
+                      : load_element(keys, (view.page_size - 1 - back) * dim + d, view.dtype);
+      }
+      store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
+                    sum / static_cast<float>(view.page_size));
+    }
+  }
+}
+
+__global__ void __launch_bounds__(256)
+    store_chunk_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvChunk args) {
+  wait_for_previous_kernel();
+  int64_t items = (args.tokens + kTokens - 1) / kTokens * view.heads;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x)
+    store_tile(view, args, item / view.heads * kTokens, static_cast<int>(item % view.heads));
+}
+
+// A prefill chunk into the slots of those of its pages that have one: a warp writes one token of one head.
+__global__ void __launch_bounds__(256)
+    fill_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvChunk args) {
+  wait_for_previous_kernel();
+  int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5;
+  if (item >= args.tokens * view.heads) return;
+  int64_t t = item / view.heads, head = item % view.heads, loc = get(args.loc, t), page = loc / view.page_size;
+  if (loc < 0 || page >= view.pages) return;
+  int slot = __ldcg(view.slot_of + head * view.pages + page);
+  if (slot < 0) return;
+  int element = element_bytes(view.dtype);
+  int64_t bytes = view.head_dim * element, half = view.page_size * bytes;
+  char* to = static_cast<char*>(view.kv) + (head * view.slots + slot) * 2 * half + loc % view.page_size * bytes;
+  int64_t k = (t * args.stride_k + head * view.head_dim) * element, v = (t * args.stride_v + head * view.head_dim) * element;
+  copy16(to, static_cast<const char*>(args.k) + k, static_cast<int>(bytes), lane_id(), 32);
+  copy16(to + half, static_cast<const char*>(args.v) + v, static_cast<int>(bytes), lane_id(), 32);
+}
+
+}  // namespace skv
+
+using namespace skv;
+
+SKV_EXPORT int skv_store_chunk(const SkvView* view, const SkvChunk* args, const Launch* where) {
+  int64_t items = (args->tokens + kTokens - 1) / kTokens * view->heads;
+  return launch(*where, store_chunk_kernel, dim3(static_cast<unsigned>(items < kStoreBlocks ? items : kStoreBlocks)), 256,
+                0, *view, *args);
+}
+
+SKV_EXPORT int skv_fill(const SkvView* view, const SkvChunk* args, const Launch* where) {
+  unsigned blocks = static_cast<unsigned>((args->tokens * view->heads + 7) / 8);
+  return launch(*where, fill_kernel, dim3(blocks), 256, 0, *view, *args);
+}
