@@ -211,3 +211,14 @@ def test_the_start_up_file_touches_nothing_where_sglang_is_at_home(wheels, tmp_p
     code = "import sys; print(json.dumps([getattr(f, '__name__', '') for f in sys.meta_path] + sorted(sys.modules)))"
     answer = run_in(tmp_path, code)
     assert "_SGLangElsewhere" not in answer and "sglang" not in answer
+
+
+@pytest.mark.parametrize("ours", ["wheel", "editable"])
+def test_the_console_script_plans_beside_any_sglang(ours, wheels, tmp_path):
+    """It never imports SGLang, whose files lie in the same folders in one case and elsewhere in the other."""
+    for name, kind in (("sglang", "wheel"), ("plugin", ours)):
+        zipfile.ZipFile(wheels[name, kind]).extractall(tmp_path)
+    model = REPOSITORY / "docs" / "models" / "llama-3.1-8b.json"
+    argv = ["plan", "--model-path", str(model), "--gpu", "h200", "--host-memory", "96GB", "--json"]
+    answer = run_in(tmp_path, f"import sys; sys.argv[1:] = {argv!r}\nimport sglang_dualdecoder as s; s.main()")
+    assert answer["gpu"] == "H200" and answer["plan"]["host_tokens"] > 700_000
