@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import write_model
-from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner
+from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner, split
 from sglang.srt.sparse_kv.config import SparseKVConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "models"
@@ -128,7 +128,7 @@ def test_never_beyond_what_was_given(model, gpu, tp, memory, host, budget, guide
     plan = result["plan"]
     check(plan, memory * GB)
     assert tp * plan.host_bytes <= host * GB
-    assert plan.max_running_requests <= (running or planner.DEFAULT_MAX_RUNNING_CUDA)
+    assert plan.max_running_requests <= (running or split.DEFAULT_MAX_RUNNING_CUDA)
     json.dumps(plan.as_dict())
     for row in plan.estimates:
         assert row["requests"] <= plan.max_running_requests
@@ -145,7 +145,7 @@ def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, g
     assert there is not None, "what started with less starts with more"
     assert there["plan"].host_tokens >= here["plan"].host_tokens
     if budget == 2048:
-        assert judged(there, model, tp, host) * planner.WORTH * (1 + 1e-9) >= judged(here, model, tp, host)
+        assert judged(there, model, tp, host) * split.WORTH * (1 + 1e-9) >= judged(here, model, tp, host)
 
 
 def judged(result: dict[str, Any], model: str, tp: int, host: int) -> float:
@@ -156,8 +156,8 @@ def judged(result: dict[str, Any], model: str, tp: int, host: int) -> float:
     geometry = shape.geometry(config, 16, tp, shape.context)
     device = devices.find(result["gpu"])
     assert device is not None
-    given = planner.Given(device, 0, host * GB // tp, 1, shape.weights(tp), shape.context)
-    return planner._judge(config, geometry, given, plan.max_running_requests, plan.slots)
+    given = split.Given(device, 0, host * GB // tp, 1, shape.weights(tp), shape.context)
+    return split._judge(config, geometry, given, plan.max_running_requests, plan.slots)
 
 
 @settings(max_examples=40)

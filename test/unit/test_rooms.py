@@ -17,7 +17,7 @@ FLOORS = (
     {"ops", "csrc"},
     {"page_cache", "transfer", "policy", "step", "metrics", "prometheus"},
     {"cost"},
-    {"planner", "report", "dense"},
+    {"planner", "split", "report", "dense"},
     {"schedule"},
     {"runtime"},
     {"sizing", "host_pool", "decode", "prefill"},

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sglang_dualdecoder
-from sglang.srt.sparse_kv import dense, devices, model_shape, planner, refusals
+from sglang.srt.sparse_kv import dense, devices, model_shape, refusals, split
 from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, SparseKVConfig, config_from_arguments
 from sglang.srt.sparse_kv.refusals import StartRefused
 
@@ -161,7 +161,7 @@ def _chunk(kwargs: dict[str, Any], config: SparseKVConfig) -> int | None:
     except (ValueError, KeyError):
         return None
     context = kwargs.get("context_length") or shape.context
-    load = planner.load_of(config, shape.geometry(config, page_size, tp, context), shape.weights(tp))
+    load = split.load_of(config, shape.geometry(config, page_size, tp, context), shape.weights(tp))
     usual, chosen = dense.default_chunk(device.memory), dense.chunk(load, device, device.memory)
     if chosen == usual:
         return None

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, planner, report
+from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, report, split
 from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, config_from_arguments, parse_size
 from sglang.srt.sparse_kv.devices import Device
 
@@ -83,7 +83,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     memory = parse_size(options.gpu_memory, name="--gpu-memory") if options.gpu_memory else device.memory
     weights = shape.weights(options.tp)
     geometry = shape.geometry(config, options.page_size, options.tp, context)
-    load = planner.load_of(config, geometry, weights)
+    load = split.load_of(config, geometry, weights)
     chunk = dense.chunk(load, device, memory)
     share = options.mem_fraction_static or dense.static_share(memory, options.tp, chunk)
     before = memory - dense.CONTEXT_BYTES
@@ -94,17 +94,17 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             f"{max(0, before) * share / 1e9:.1f} GB of the GPU; use a larger GPU, a higher --tp or a higher "
             "--mem-fraction-static"
         )
-    given = planner.Given(
+    given = split.Given(
         device=device,
         free=free,
         host=_host(config.host_memory) // options.tp,
-        running=options.max_running_requests or planner.DEFAULT_MAX_RUNNING_CUDA,
+        running=options.max_running_requests or split.DEFAULT_MAX_RUNNING_CUDA,
         weights=weights,
         context=context,
         fixed_host=config.host_memory != "auto",
         fixed_running=options.max_running_requests is not None,
     )
-    made = planner.plan_gpu(config, geometry, given)
+    made = split.plan_gpu(config, geometry, given)
     outside = {
         "weights": weights,
         "CUDA context": dense.CONTEXT_BYTES,
@@ -148,7 +148,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 def _host(size: int | str) -> int:
     if size == "auto":
-        return int(planner.HOST_SHARE * host_memory.available())
+        return int(split.HOST_SHARE * host_memory.available())
     return parse_size(size, total=host_memory.meminfo("MemTotal"), name="--host-memory")
 
 

@@ -6,24 +6,15 @@ Arithmetic alone: sizing.py asks the machine, and `sglang-sparse-kv plan` does w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.sparse_kv import cost
-from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
-from sglang.srt.sparse_kv.devices import Device
+from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_layers
 
 STAGING_TOKENS_CPU = 1024  # of each of the two staging slots
 STAGING_TOKENS_CUDA = 8192
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
-DEFAULT_MAX_RUNNING_CUDA = 128
-HOST_SHARE = 0.8  # of available host memory, which "auto" takes
-LANDMARK_SHARE = 0.25  # of the GPU memory free for KV, which "auto" host memory may ask for in landmarks and tables
-JUDGED_CONTEXT = 32768  # most tokens at which batches are compared: where the high miss curve was measured
-RESIDENCIES = (1.0, 0.75, 0.5, 0.25, 0.0)  # that "auto" compares
-WORTH = 1.05  # how much faster fewer resident layers have to be, since the model is no better than this
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,7 @@ class Plan:
 
     host_bytes: exactly host_tokens of KV. The pool also allocates one page for the dummy, out of what was given.
     device_bytes: what sparse KV allocates, by purpose. estimates: what is expected of requests of some lengths, see
-    ``estimate``. reasons: one sentence for each choice that the user did not make.
+    split.py. reasons: one sentence for each choice that the user did not make.
     """
 
     host_bytes: int
@@ -55,25 +46,6 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan as builtins."""
         return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What one rank has on a GPU, and what the user chose.
-
-    free: bytes of device memory that SGLang leaves for KV. host: bytes of host memory; fixed_host is False where they
-    are only what could be had. running: most requests; fixed_running is False where the planner may choose fewer.
-    weights: bytes. context: most tokens of a request.
-    """
-
-    device: Device
-    free: int
-    host: int
-    running: int
-    weights: int
-    context: int
-    fixed_host: bool = True
-    fixed_running: bool = True
 
 
 def needed_slots(requests: int, shape: SelectionShape, max_pages: int, headroom: int) -> int:
@@ -184,185 +156,3 @@ def plan(
         rows=config.rows,
         max_context=max(0, (host_pages - 1) * geometry.page_size - 1),  # SGLang keeps a page in reserve
     )
-
-
-# ------------------------------------------------------------------ on a GPU
-
-
-def fixed_bytes(config: SparseKVConfig, geometry: Geometry, host_bytes: int, running: int) -> int:
-    """Device bytes that do not depend on the number of slots."""
-    settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_bytes // geometry.page_bytes)
-    return sum(device_bytes(settled, 0, config, selection_shape(geometry, config), cuda=True).values())
-
-
-def fitting_host(config: SparseKVConfig, geometry: Geometry, given: Given) -> int:
-    """Bytes of host memory, at most those given, whose landmarks and tables leave room for a page cache.
-
-    They may take a quarter of the device memory that is free, and never so much that not one request fits the rest.
-    """
-    shape = selection_shape(geometry, config)
-    least = fixed_bytes(config, geometry, 0, 1)
-    a_page = (fixed_bytes(config, geometry, 1000 * geometry.page_bytes, 1) - least) // 1000
-    headroom = shape.prefetch_pages(config.prefetch_cap)
-    cache = needed_slots(1, shape, geometry.max_pages, headroom) * slot_bytes(geometry, config)
-    pages = max(0, min(int(LANDMARK_SHARE * given.free), given.free - least - cache)) // a_page
-    return min(given.host, pages * geometry.page_bytes)
-
-
-def load_of(config: SparseKVConfig, geometry: Geometry, weights: int) -> cost.Load:
-    """What the cost model needs to know."""
-    resident = len(resident_layers(config.residency, geometry.num_layers))
-    return cost.Load(geometry, selection_shape(geometry, config), weights, config.rows, geometry.num_layers - resident)
-
-
-def speeds(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, context: int, slots: int):
-    """(least, most) tokens a second that the miss curves promise to `requests` requests of `context` tokens."""
-    load = load_of(config, geometry, given.weights)
-    found = [cost.tokens_per_second(load, given.device, curve, requests, context, slots) for curve in cost.CURVES]
-    return min(found), max(found)
-
-
-def splits(config: SparseKVConfig, geometry: Geometry, given: Given) -> Iterator[tuple[int, int]]:
-    """(requests, slots) for every number of requests that the capacity rule allows, 1 first.
-
-    Raises ValueError where cache_memory asks for more than there is.
-    """
-    shape = selection_shape(geometry, config)
-    headroom = shape.prefetch_pages(config.prefetch_cap)
-    for requests in range(1, given.running + 1):
-        slots = slots_of(config, geometry, given, requests)
-        if slots < needed_slots(requests, shape, geometry.max_pages, headroom):
-            return
-        yield requests, slots
-
-
-def slots_of(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> int:
-    """Slots per layer and kv head when so many requests may run."""
-    return max(0, cache_bytes(config, geometry, given, requests)) // slot_bytes(geometry, config)
-
-
-def cache_bytes(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> int:
-    """Bytes of the page cache when so many requests may run; negative when the rest does not fit by itself."""
-    cache = given.free - fixed_bytes(config, geometry, given.host, requests)
-    if config.cache_memory == "auto":
-        return cache
-    return min(cache, parse_size(config.cache_memory, total=given.free, name="cache_memory"))
-
-
-def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
-    """Splits what a rank has on a GPU. Raises ValueError, one sentence with numbers, when it is not enough."""
-    reasons = []
-    if not given.fixed_host:
-        host = fitting_host(config, geometry, given)
-        if host < given.host:
-            reasons.append(
-                f"host memory: {host / 1e9:.1f} of {given.host / 1e9:.1f} GB, because page summaries and tables of "
-                f"more would take over {LANDMARK_SHARE:.0%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV"
-            )
-            given = dataclasses.replace(given, host=host)
-    _check_cache_memory(config, geometry, given)
-    auto = config.residency == "auto"
-    options = [dataclasses.replace(config, residency=share) for share in RESIDENCIES] if auto else [config]
-    best: tuple[float, SparseKVConfig, int] | None = None
-    most = 0
-    for option in options:
-        found = list(splits(option, geometry, given))
-        if not found:
-            continue
-        judged = found[-1:] if given.fixed_running else found
-        speed, requests = max((_judge(option, geometry, given, *split), -split[0]) for split in judged)
-        if best is None or speed > WORTH * best[0]:
-            best, most = (speed, option, -requests), found[-1][0]
-    if best is None:
-        # For its sentence: the option that needs the least.
-        least = cache_bytes(options[-1], geometry, given, 1)
-        return plan(options[-1], geometry, least, given.host, 1, cuda=True)
-    _, chosen, requests = best
-    limit = "--max-running-requests" if requests == given.running else "page cache"
-    if requests < most:
-        limit = "link"
-        reasons.append(
-            f"requests: {requests} of the {most} that fit, because more would wait for the link; "
-            "set --max-running-requests to choose"
-        )
-    if chosen.rows == 2:
-        both, one = (
-            _judge(option, geometry, given, requests, slots_of(option, geometry, given, requests))
-            for option in (chosen, dataclasses.replace(chosen, guide="none"))
-        )
-        if one > WORTH * both:
-            reasons.append(
-                f'rows: two, as set; with "guide": "none" {one:.0f} instead of {both:.0f} tokens/s are expected, '
-                "because there is little to predict"
-            )
-    if auto and chosen.residency != 1.0:
-        reasons.append(
-            f"residency: {chosen.residency:.0%} of the layers keep a cache of their own, because GPU memory is short"
-        )
-    settled = plan(chosen, geometry, cache_bytes(chosen, geometry, given, requests), given.host, requests, cuda=True)
-    settled = dataclasses.replace(settled, max_context=min(settled.max_context, given.context))
-    return dataclasses.replace(
-        settled,
-        residency="all" if auto and chosen.residency == 1.0 else chosen.residency,
-        device=given.device.name,
-        estimates=tuple(
-            estimate(chosen, geometry, given, settled, context, limit) for context in contexts(settled.max_context)
-        ),
-        reasons=tuple(reasons),
-    )
-
-
-def contexts(longest: int) -> list[int]:
-    """The three lengths that are spoken of: the longest possible one, a quarter and a sixteenth."""
-    return sorted({max(1, longest // part) for part in (16, 4, 1)})
-
-
-def estimate(
-    config: SparseKVConfig, geometry: Geometry, given: Given, plan: Plan, context: int, limit: str
-) -> dict[str, Any]:
-    """What requests of `context` tokens can expect.
-
-    Returns builtins: context, requests (most at once), limit (what keeps it from more), tokens_per_second (least and
-    most, by the two miss curves), step_ms and slowest (what takes longest of a step) at the worse of them.
-    """
-    page = geometry.page_size
-    by_host = plan.host_tokens // (-(-(context + 1) // page) * page)
-    requests = max(1, min(plan.max_running_requests, by_host))
-    low, high = speeds(config, geometry, given, requests, context, plan.slots)
-    load = load_of(config, geometry, given.weights)
-    moved = cost.transfers(load, cost.HIGH, requests, context, plan.slots)
-    parts = cost.compute_seconds(load, given.device, requests, context)
-    parts["link"] = sum(cost.link_seconds(load, given.device, moved).values())
-    return {
-        "context": context,
-        "requests": requests,
-        "limit": "host memory" if by_host < plan.max_running_requests else limit,
-        "tokens_per_second": [round(low, 1), round(high, 1)],
-        "step_ms": round(1e3 * requests / low, 2),
-        "slowest": max(parts, key=lambda name: parts[name]),
-    }
-
-
-def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
-    """What splits are compared by: the mean of the two miss curves, at contexts that fill the host pool."""
-    room = given.host // geometry.page_bytes * geometry.page_size // requests
-    context = max(1, min(JUDGED_CONTEXT, given.context, room))
-    return sum(speeds(config, geometry, given, requests, context, slots)) / 2
-
-
-def _check_cache_memory(config: SparseKVConfig, geometry: Geometry, given: Given) -> None:
-    fixed = fixed_bytes(config, geometry, given.host, 1)
-    cache = given.free - fixed
-    if cache <= 0:
-        raise ValueError(
-            f"landmarks, tables and scratch for {given.host / 1e9:.1f} GB of host KV take {fixed / 1e9:.2f} GB of "
-            f"device memory and {given.free / 1e9:.2f} GB are free; lower --sparse-kv-host-memory"
-        )
-    if config.cache_memory == "auto":
-        return
-    wanted = parse_size(config.cache_memory, total=given.free, name="cache_memory")
-    if wanted > cache:
-        raise ValueError(
-            f"cache_memory asks for {wanted / 1e9:.2f} GB and {cache / 1e9:.2f} GB of device memory are left "
-            "beside landmarks and scratch; lower it, raise --mem-fraction-static or lower --sparse-kv-host-memory"
-        )

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from sglang.srt.sparse_kv import devices, host_memory, planner
+from sglang.srt.sparse_kv import devices, host_memory, planner, split
 from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.planner import Plan
@@ -67,7 +67,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
     if server_args.tp_size > 1:
         host = _least_of_all_ranks(host) // server_args.tp_size
     running = server_args.max_running_requests or (
-        DEFAULT_MAX_RUNNING_CPU if on_cpu else planner.DEFAULT_MAX_RUNNING_CUDA
+        DEFAULT_MAX_RUNNING_CPU if on_cpu else split.DEFAULT_MAX_RUNNING_CUDA
     )
     if server_args.max_total_tokens:
         pages = server_args.max_total_tokens // geometry.page_size + 1  # and the dummy page
@@ -83,7 +83,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
     name, total = _gpu(configurator.device)
     kept = int(before_load * (1 - _static_share()))
     weights = max(0, before_load - kept - available_device_bytes)
-    given = planner.Given(
+    given = split.Given(
         device=devices.find(name, total) or devices.stand_in(total),
         free=available_device_bytes,
         host=host,
@@ -93,7 +93,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
         fixed_host=config.host_memory != "auto",
         fixed_running=server_args.max_running_requests is not None,
     )
-    made = planner.plan_gpu(config, geometry, given)
+    made = split.plan_gpu(config, geometry, given)
     outside = {
         "weights": weights,
         "in use before loading (context, other processes)": max(0, total - before_load),
@@ -116,7 +116,7 @@ def host_bytes(config: SparseKVConfig, on_cpu: bool) -> int:
     """
     available = host_memory.available()
     if config.host_memory == "auto":
-        return min(CPU_HOST_BYTES, available) if on_cpu else int(planner.HOST_SHARE * available)
+        return min(CPU_HOST_BYTES, available) if on_cpu else int(split.HOST_SHARE * available)
     total = host_memory.meminfo("MemTotal")
     size = parse_size(config.host_memory, total=total, name="--sparse-kv-host-memory")
     room = host_memory.cgroup_room()
