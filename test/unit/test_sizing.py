@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,27 @@ def test_ranks_agree_on_the_host(monkeypatch):
     given = configurator(monkeypatch, tp=2, free=60 * GB)
     monkeypatch.setattr(sizing, "_least_of_all_ranks", lambda value: min(value, 20 * GB))
     assert sizing.plan_for_configurator(given, GB).host_bytes <= 10 * GB
+
+
+RANK = """
+import sys, types
+import torch.distributed as dist
+import sglang.srt.distributed
+from sglang.srt.sparse_kv import sizing
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+sglang.srt.distributed.get_world_group = lambda: types.SimpleNamespace(cpu_group=dist.group.WORLD)
+print(sizing._least_of_all_ranks(10**12 + 5 - rank))
+"""
+
+
+def test_two_processes_agree(tmp_path):
+    argv = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*argv, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == [str(10**12 + 4)] * 2
 
 
 def test_what_is_called_available_refuses_nothing_that_was_asked_for(monkeypatch):
