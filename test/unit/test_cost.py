@@ -16,6 +16,7 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
 HALF = SimpleNamespace(itemsize=2)
 H200 = devices.find("NVIDIA H200")
+CALIBRATED = "2026-11-29-h200-serving-32k-2"
 SHAPE = SelectionShape(16, 128, 1, 64)
 EIGHT_B = Geometry(32, 8, 4, 128, 16, 45776, 2080, 55, HALF, HALF)  # type: ignore[arg-type]
 
@@ -24,34 +25,62 @@ def load(rows: int = 2, scoped: int = 0, geometry: Geometry = EIGHT_B) -> cost.L
     return cost.Load(geometry, SHAPE, int(13.812 * 2**30), rows, scoped)
 
 
-def measured() -> list[dict]:
-    found = json.loads((RESULTS / "2026-11-29-h200-serving-32k.json").read_text())["cells"]
-    return [cell for cell in found if "tokens_per_second" in cell]
+def measured() -> list[tuple[str, dict]]:
+    """(day and number of the run, cell) of each run of the 8B shape on the H200."""
+    found = []
+    for path in sorted(RESULTS.glob("*h200-serving-32k*.json")):
+        cells = json.loads(path.read_text())["cells"]
+        found += [(path.stem, cell) for cell in cells if "tokens_per_second" in cell]
+    return found
 
 
-@pytest.mark.parametrize("cell", measured(), ids=lambda c: f"{c['variant']}-{c['policy']}-{c['streams']}")
-def test_measured_throughput_given_the_measured_misses(cell):
-    """The model's latencies were read off these very runs, so this tests its form, not a prediction."""
+def expected(cell: dict) -> float:
+    """Tokens a second by the model, given the misses and the bytes that the cell counted."""
     requests = cell["streams"]
     if cell["variant"] == "dense":
-        seconds = cost.dense_seconds(load(), H200, requests, cell["length"])
-    else:
-        steps, total = cell["counters"]["steps"], cell["counters"]["total"]
-        missed = total["missed"] / steps * EIGHT_B.unit_bytes
-        moved = cost.Transfers(missed, max(0.0, total["bytes_in"] / steps - missed))
-        if cell["policy"] == "oracle":
-            moved = cost.NOTHING
-        ahead = cell["policy"] != "on_demand"
-        seconds = cost.step_seconds(load(), H200, requests, cell["length"], moved, prefetch=ahead)
-    ratio = requests / seconds / cell["tokens_per_second"]
-    assert 1 / 1.2 < ratio < 1.2
-    assert 0.94 < ratio < 1.06, "docs/sizing.md says within 6 %"
+        return requests / cost.dense_seconds(load(), H200, requests, cell["length"])
+    steps, total = cell["counters"]["steps"], cell["counters"]["total"]
+    missed = total["missed"] / steps * EIGHT_B.unit_bytes
+    moved = cost.Transfers(missed, max(0.0, total["bytes_in"] / steps - missed))
+    if cell["policy"] == "oracle":
+        moved = cost.NOTHING
+    ahead = cell["policy"] != "on_demand"
+    return requests / cost.step_seconds(load(), H200, requests, cell["length"], moved, prefetch=ahead)
+
+
+def name(run_and_cell) -> str:
+    run, cell = run_and_cell
+    return f"{run}-{cell['variant']}-{cell['policy']}-{cell['streams']}"
+
+
+@pytest.mark.parametrize("measured", measured(), ids=name)
+def test_measured_throughput_given_the_measured_misses(measured):
+    run, cell = measured
+    ratio = expected(cell) / cell["tokens_per_second"]
+    assert 0.8 < ratio < 1.25, "recalibrate cost.py, or say in docs/sizing.md how far it is"
+    if run == CALIBRATED:
+        assert 0.9 < ratio < 1.1, "docs/sizing.md says within 10 % for the run that the latencies were read off"
 
 
 def test_there_are_measurements_of_each_kind():
-    kinds = {(cell["variant"], cell["policy"], cell["streams"]) for cell in measured()}
-    assert {("sparse", "default", 22), ("sparse", "on_demand", 16), ("sparse", "oracle", 1)} <= kinds
-    assert any(variant == "dense" for variant, _, _ in kinds)
+    kinds = {(run, cell["variant"], cell["policy"], cell["streams"]) for run, cell in measured()}
+    for policy in ("default", "on_demand", "oracle"):
+        assert {(CALIBRATED, "sparse", policy, requests) for requests in (1, 4, 8, 16, 22)} <= kinds
+    assert any(variant == "dense" for _, variant, _, _ in kinds)
+
+
+def test_the_band_before_the_start():
+    """What docs/sizing.md tells of the two largest batches."""
+    guide = (RESULTS.parents[1] / "docs" / "sizing.md").read_text()
+    for requests in (16, 22):
+        (cell,) = (
+            cell
+            for run, cell in measured()
+            if run == CALIBRATED and cell["policy"] == "default" and cell["streams"] == requests
+        )
+        high, low = (cost.tokens_per_second(load(), H200, c, requests, 32768, 7646) for c in (cost.HIGH, cost.LOW))
+        assert f"{high:.0f} to {low:.0f}" in guide and f"measured {cell['tokens_per_second']:.0f}" in guide
+        assert 0.8 * high < cell["tokens_per_second"] < 1.25 * low
 
 
 LOADS = st.builds(load, rows=st.sampled_from([1, 2]), scoped=st.sampled_from([0, 16, 32]))

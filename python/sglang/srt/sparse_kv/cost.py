@@ -23,15 +23,18 @@ PRODUCT_SHARE = 0.5  # of the peak of products: what a prefill of 32K tokens rea
 
 # Seconds, H200. A step beside its layers: sampling and the gap between steps (plain SGLang, one request); what the
 # operations around attention add to a layer however small the batch, and for each request (sparse KV without transfers,
-# 1 to 22 requests); planning what is fetched ahead, a layer (default against no transfers, 4 and 8 requests).
+# 1 to 22 requests, run of 29 November 2026, 20:39); planning what is fetched ahead, a layer (default against no
+# transfers, 4 and 8 requests).
 STEP_SECONDS = 0.9e-3
-LAYER_SECONDS = 64e-6
+LAYER_SECONDS = 36e-6
 REQUEST_SECONDS = 1.7e-6
-PLAN_SECONDS = 10e-6
+PLAN_SECONDS = 3e-6
 # A guessed row costs 0.2 to 0.3 ms a step at 8B (plain SGLang with two rows against one, 1 and 8 requests).
 ROW_SECONDS = 8e-6  # a layer
-# Share of the time of transfers ahead that is not hidden: they slow the kernels beside them (16 and 22 requests).
-INTERFERENCE = 0.25
+# Share of the link's rate at which misses arrive (nothing fetched ahead, 16 and 22 requests), and share of the time of
+# transfers ahead that is not hidden: they slow the kernels beside them (default, 16 and 22 requests).
+MISS_SHARE = 0.9
+INTERFERENCE = 0.3
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def compute_seconds(load: Load, device: Device, requests: int, context: int) -> 
 def link_seconds(load: Load, device: Device, moved: Transfers, prefetch: bool = True) -> dict[str, float]:
     """Seconds that a step waits for the link, by why."""
     return {
-        "misses": moved.missed / device.link,
+        "misses": moved.missed / (device.link * MISS_SHARE),
         "fetching ahead": moved.ahead / device.link * INTERFERENCE
         + (load.geometry.num_layers * PLAN_SECONDS if prefetch else 0.0),
     }
