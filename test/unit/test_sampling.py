@@ -335,6 +335,7 @@ def test_penalties_advance_as_upstream_counts():
     for tokens in torch.tensor([[3, 4, 5, 6], [7, 4, 8, 9], [3, 4, 5, 6]]):
         info.update_penalties()
         now = info.copy_for_forward()
+        assert sampling.has_penalties(now)
         sampling.advance_penalties(now, tokens, rates)
         orchestrator.cumulate_output_tokens(tokens)
         info.update_penalties()
@@ -344,6 +345,7 @@ def test_penalties_advance_as_upstream_counts():
 
 def test_batches_without_penalties_need_no_advance():
     info = batch_info(2)
+    assert not sampling.has_penalties(info)
     sampling.advance_penalties(info, torch.tensor([1, 2]), torch.zeros(2, 3))
     assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
 

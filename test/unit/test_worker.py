@@ -412,8 +412,11 @@ def test_row_1_pays_for_the_token_that_the_next_step_will_have_counted(monkeypat
     req.sampling_params.frequency_penalty, req.sampling_params.repetition_penalty = 0.25, 1.5
     rig.prefill(request(1), req)
     rig.decode()
+    assert not charged, "no penalties in this batch"
+    monkeypatch.setattr(sampling, "has_penalties", lambda info: True)
+    rig.decode()
     ((tokens, rates),) = charged
-    assert int(tokens[1]) == req.output_ids[0 if overlap else 1]
+    assert int(tokens[1]) == req.output_ids[1 if overlap else 2]
     assert rates.tolist() == [[0.0, 0.0, 1.0], [0.25, 0.0, 1.5]]
 
 

@@ -169,6 +169,11 @@ def draw_guess(
     return sampler._sample_from_probs(probs, info, positions, is_unfiltered(info))
 
 
+def has_penalties(info: SamplingBatchInfo) -> bool:
+    """Some request of the batch has a penalty or a minimum length."""
+    return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None
+
+
 def advance_penalties(info: SamplingBatchInfo, tokens: torch.Tensor, rates: torch.Tensor) -> None:
     """Bring a forward's penalties, which row 0 has used, to what they will be one step later.
 

@@ -209,7 +209,7 @@ class DualDecodeWorker(BaseSpecWorker):
             # One token is committed whatever is drawn, so the scheduler need not wait for the forward.
             on_publish(new_seq_lens)
         slots, tokens, info = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.sampling_info
-        if self._coupled:
+        if self._coupled and not info.is_all_greedy:
             sampling.couple(info, self._noise_keys[slots])
 
         guess_mask = None
@@ -233,7 +233,8 @@ class DualDecodeWorker(BaseSpecWorker):
             info.grammar_mask = guess_mask() if guess_mask is not None else None
             # The penalties of this step lag the row's own token by one under overlap; so will those of the next.
             uncounted = tokens if batch.enable_overlap else next_tokens
-            sampling.advance_penalties(info, uncounted, self._penalty_rates[slots])
+            if sampling.has_penalties(info):
+                sampling.advance_penalties(info, uncounted, self._penalty_rates[slots])
             drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, self._runner.sampler)
             info.grammar_mask = None
             self.runtime.note_guides(guess, next_tokens)
