@@ -110,7 +110,7 @@ class Rig:
         assert p == g.page_size
         return outs
 
-    def decode(self, reqs: list[int], data=None, verify: bool = True) -> list[torch.Tensor]:
+    def decode(self, reqs: list[int], data=None, verify: bool = True, record=None) -> list[torch.Tensor]:
         """One step; row 1's inputs are random. Returns outputs per layer, [N*R, Hq, D]."""
         g, rows = self.geometry, self.runtime.rows
         for r in reqs:
@@ -137,7 +137,7 @@ class Rig:
                     expect = self.oracle(q[own], k[own], v[own], keys, values)
                     torch.testing.assert_close(out[own], expect, atol=2e-5, rtol=2e-4)
             outs.append(out)
-        self.runtime.end_step(n)
+        self.runtime.end_step(n, record)
         return outs
 
     def oracle(self, q, k, v, keys, values) -> torch.Tensor:
@@ -160,11 +160,29 @@ class Rig:
             pages = sorted(forced | set(chosen))
             tokens = torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
             for row in range(queries.shape[0]):
+                if row == 1 and self.config.guide_attends == "own":
+                    tokens = self._own_tokens(queries[1, h], keys[:, h], length)
                 ks, vs = keys[tokens, h], values[tokens, h]
                 if row == 1:
                     ks, vs = torch.cat([ks, k[1, h][None]]), torch.cat([vs, v[1, h][None]])
                 out[row, h] = torch.softmax(queries[row, h] @ ks.T * SCALE, -1) @ vs
         return out.view_as(q)
+
+    def _own_tokens(self, queries, keys, length: int) -> torch.Tensor:
+        """Positions that the next step would attend to with row 1's queries; all of them must be cached."""
+        p, shape = self.geometry.page_size, self.runtime.shape
+        first = max(0, length + 2 - shape.window) // p
+        candidates = list(range(shape.sink_pages, first))
+        chosen = []
+        if candidates:
+            means = torch.stack([keys[c * p : (c + 1) * p].mean(0) for c in candidates])
+            logits = queries @ means.T * SCALE
+            best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0).tolist()
+            order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
+            chosen = [candidates[i] for i in order[: shape.budget_pages]]
+        sinks = range(min(shape.sink_pages, first))
+        pages = sorted({*sinks, *chosen, *range(first, length // p + 1)})
+        return torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
 
 
 def dense(q, keys, values, mask) -> torch.Tensor:

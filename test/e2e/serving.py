@@ -38,9 +38,10 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # The policy beside the budget, see sparse_kv/policy.py. A test names what differs.
 DEFAULT_POLICY = {
-    "guide": "chain",
+    "guide": "resync",
     "prefetch": True,
     "prefetch_cap": 1.0,
+    "prefetch_floor": 0.25,
     "residency": "all",
     "cache_slots": 0,
     "transfer": "plain",

@@ -37,7 +37,7 @@ def test_whole_contexts_as_plain_sglang(served: Server, recorded_on):
 def _policy(draw: random.Random) -> dict:
     """A random policy that must not change a token."""
     return {
-        "guide": draw.choice(["chain", "random", "frozen", "forced"]),
+        "guide": draw.choice(["chain", "random", "frozen", "forced", "lookup", "resync"]),
         "prefetch": draw.random() < 0.8,
         "prefetch_cap": draw.choice([0.05, 0.3, 1.0]),
         "residency": draw.choice([0.0, 0.2, 0.5, 0.9, 1.0]),

@@ -62,7 +62,7 @@ def test_integers_are_exact_however_large(value):
 
 def test_defaults_are_valid_and_match_the_manual():
     config = SparseKVConfig.from_dict({})
-    assert (config.budget, config.sinks, config.window, config.guide, config.rows) == (2048, 16, 64, "chain", 2)
+    assert (config.budget, config.sinks, config.window, config.guide, config.rows) == (2048, 16, 64, "resync", 2)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,10 @@ def test_defaults_are_valid_and_match_the_manual():
         ({"seed": -1}, "seed"),
         ({"prefetch_cap": -0.1}, "prefetch_cap"),
         ({"prefetch_cap": 1.5}, "prefetch_cap"),
+        ({"prefetch_floor": -0.1}, "prefetch_floor"),
         ({"prefetch_cap": float("nan")}, "prefetch_cap"),
         ({"prefetch_cap": float("inf")}, "prefetch_cap"),
-        ({"guide": "lookup"}, "'chain', 'none'"),
+        ({"guide": "oracle"}, "'chain', 'lookup', 'resync', 'none'"),
         ({"guide": None}, "guide"),
         ({"landmark_dtype": "int8"}, "landmark_dtype"),
         ({"prefetch": 1}, "true or false"),
@@ -118,11 +119,13 @@ VALID = st.fixed_dictionaries(
     optional={
         "budget": st.integers(1, 2**31),
         "host_memory": st.sampled_from(["auto", "96GB", "50%", 123]),
-        "guide": st.sampled_from(["chain", "none"]),
+        "guide": st.sampled_from(["chain", "lookup", "resync", "none"]),
         "residency": st.one_of(
             st.sampled_from(["all", "none"]), st.floats(0, 1), st.lists(st.integers(0, 99), unique=True)
         ),
         "prefetch_cap": st.floats(0, 1),
+        "prefetch_floor": st.floats(0, 1),
+        "guide_attends": st.sampled_from(["selected", "own"]),
         "ring": st.integers(2, 4),
         "debug": st.booleans(),
     },

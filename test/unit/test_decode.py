@@ -15,15 +15,32 @@ def totals(rig: Rig) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("page", [8, 16, 32])
-@pytest.mark.parametrize("guide", ["chain", "none"])
-def test_every_length_matches_the_oracle(page, guide):
-    rig = Rig(seed=page, page=page, pages=150, context=400, requests=7, guide=guide)
+@pytest.mark.parametrize(("guide", "attends"), [("chain", "selected"), ("chain", "own"), ("none", "selected")])
+@pytest.mark.parametrize("window", [None, 0, 1])
+def test_every_length_matches_the_oracle(page, guide, attends, window):
+    more = {} if window is None else {"window": window}
+    rig = Rig(seed=page, page=page, pages=150, context=400, requests=7, guide=guide, guide_attends=attends, **more)
     for req, length in enumerate(ODD_LENGTHS, 1):
         rig.start(req)
         rig.extend({req: length})
     for _ in range(2 * page + 2):
         rig.decode(list(range(1, 8)))
     assert totals(rig)["hit"] > 0
+
+
+def test_row_1_s_own_pages_change_nothing_of_row_0():
+    """In a cache that holds few of them, too: what row 1 lacks it goes without, and row 0 gives the same bits."""
+    outs = []
+    for attends in ("selected", "own"):
+        rig = Rig(seed=4, pages=320, context=600, requests=3, guide_attends=attends)
+        rig.runtime.apply_policy({"cache_slots": 3 * rig.runtime.shape.width + 4})
+        for req, length in ((1, 500), (2, 333), (3, 5)):
+            rig.start(req)
+            rig.extend({req: length})
+        outs.append(torch.stack([torch.stack(rig.decode([1, 2, 3], verify=False)) for _ in range(12)]))
+    selected, own = outs
+    assert torch.equal(selected[:, :, ::2], own[:, :, ::2])
+    assert own.isfinite().all() and not torch.allclose(selected[:, :, 1::2], own[:, :, 1::2])
 
 
 @pytest.mark.parametrize("transfer", ["plain", "delayed", "reordered", "failing"])

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
+from sglang.srt.sparse_kv.gate import Gate
+from sglang.srt.sparse_kv.guide import (
+    LOOKUPS,
+    GuideState,
+    LookAhead,
+    begin_step,
+    build_guides,
+    compiled_steps,
+    end_step,
+)
+from sglang.srt.sparse_kv.history import TokenHistory
 
 VOCAB = 100
 SLOTS = torch.tensor([3, 1])
 POSITIONS = torch.tensor([40, 7])
+RIGHT, WRONG = torch.tensor([True, True]), torch.tensor([False, False])
 
 
 @pytest.fixture
 def state():
-    return GuideState(6, VOCAB, "cpu")
+    return GuideState(6, VOCAB, "cpu", TokenHistory(6, 64, "cpu"))
 
 
 @pytest.fixture
@@ -26,27 +37,27 @@ def propose(guide, positions=POSITIONS):
 
 
 def test_there_is_no_guess_after_a_prefill(state, guides):
-    guides["chain"].observe(torch.arange(6), torch.arange(6))
+    guides["chain"].observe(torch.arange(6), torch.arange(6), torch.ones(6, dtype=torch.bool))
     state.start(SLOTS)
     assert propose(guides["chain"]) == [GuideState.NONE] * 2
     assert state.guess.tolist() == [0, -1, 2, -1, 4, 5], "other slots keep their guesses"
 
 
 def test_the_chain_feeds_what_row_1_drew(state, guides):
-    guides["chain"].observe(SLOTS, torch.tensor([8, 9], dtype=torch.int32))
+    guides["chain"].observe(SLOTS, torch.tensor([8, 9], dtype=torch.int32), WRONG)
     assert propose(guides["chain"]) == [8, 9]
     assert state.guess.dtype == torch.int64
 
 
 def test_reset_forgets_all(state, guides):
-    guides["chain"].observe(SLOTS, torch.tensor([8, 9]))
+    guides["chain"].observe(SLOTS, torch.tensor([8, 9]), RIGHT)
     state.reset()
-    assert (state.guess == GuideState.NONE).all()
+    assert (state.guess == GuideState.NONE).all() and not state.in_sync.any()
 
 
 def test_a_frozen_guide_keeps_the_guess_of_its_start(state, guides):
     state.set(SLOTS, torch.tensor([8, 9]))
-    guides["frozen"].observe(SLOTS, torch.tensor([1, 2]))
+    guides["frozen"].observe(SLOTS, torch.tensor([1, 2]), WRONG)
     assert propose(guides["frozen"]) == [8, 9]
 
 
@@ -67,9 +78,83 @@ def test_random_guesses_leave_torchs_generator_alone(guides):
 
 
 def test_random_guesses_keep_the_chain_going(guides):
-    guides["random"].observe(SLOTS, torch.tensor([8, 9]))
+    guides["random"].observe(SLOTS, torch.tensor([8, 9]), RIGHT)
     assert propose(guides["chain"]) == [8, 9]
 
 
 def test_only_the_forced_guide_looks_ahead_in_every_step(guides):
     assert {name for name, guide in guides.items() if guide.look_ahead is LookAhead.ALL} == {"forced"}
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def remember(state, *texts):
+    """The texts of SLOTS, each up to its last token; returns the positions of these."""
+    for slot, text in zip(SLOTS.tolist(), texts):
+        state.history.fill(slot, torch.tensor(text))
+    return torch.tensor([len(text) - 1 for text in texts])
+
+
+def test_a_lookup_continues_what_was_said_before(state, guides):
+    positions = remember(state, [4, 5, 6, 7, 4, 5], [9, 9, 3])
+    state.set(SLOTS, torch.tensor([80, 81]))
+    assert propose(guides["lookup"], positions) == [6, 81], "a chain's guess where there is nothing to continue"
+
+
+def test_resync_trusts_a_chain_that_was_right_and_looks_up_after_a_wrong_guess(state, guides):
+    positions = remember(state, [4, 5, 6, 7, 4, 5], [1, 2, 3, 1])
+    resync = guides["resync"]
+    resync.observe(SLOTS, torch.tensor([80, 81]), torch.tensor([True, False]))
+    assert propose(resync, positions) == [80, 2]
+    resync.observe(SLOTS, torch.tensor([80, 81]), torch.tensor([False, True]))
+    assert propose(resync, positions) == [6, 81]
+
+
+def test_resync_keeps_the_chain_where_a_lookup_finds_nothing(state, guides):
+    positions = remember(state, [4, 5, 6], [1, 2, 3])
+    guides["resync"].observe(SLOTS, torch.tensor([80, 81]), WRONG)
+    assert propose(guides["resync"], positions) == [80, 81]
+
+
+def test_resync_looks_up_where_a_request_starts_without_a_guess(state, guides):
+    positions = remember(state, [4, 5, 6, 4], [1, 2, 3, 4])
+    state.start(SLOTS)
+    assert propose(guides["resync"], positions) == [5, GuideState.NONE]
+
+
+def test_a_look_ahead_is_trusted(state, guides):
+    positions = remember(state, [4, 5, 6, 4], [4, 5, 6, 4])
+    state.start(SLOTS)
+    state.set(SLOTS, torch.tensor([70, 71]))
+    assert propose(guides["resync"], positions) == [70, 71]
+
+
+def test_without_a_history_nothing_looks_up():
+    guides = build_guides(GuideState(6, VOCAB, "cpu"))
+    assert set(LOOKUPS) == {"lookup", "resync"} and not set(LOOKUPS) & set(guides)
+
+
+# ---------------------------------------------------------------- both ends of a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resync", "random"])
+def test_compiled_steps_are_the_same(name):
+    """What a GPU runs, here compiled for the CPU: equal states after many steps of batches of any size."""
+    states = []
+    for begin, end in ((begin_step, end_step), compiled_steps()):
+        draw = torch.Generator().manual_seed(1)
+        state, gate = GuideState(6, VOCAB, "cpu", TokenHistory(6, 64, "cpu")), Gate(6, "cpu")
+        state.history.tokens.random_(0, 4, generator=draw)
+        found = []
+        for number in range(20):
+            slots = torch.randperm(6, generator=draw)[: 1 + number % 4]
+            positions = torch.randint(0, 60, slots.shape, generator=draw)
+            tokens, drawn = torch.randint(0, 4, (2, len(slots)), generator=draw, dtype=torch.int32)
+            guess, in_sync = begin(build_guides(state)[name], gate, slots, positions, 0.25)
+            end(build_guides(state)[name], gate, slots, in_sync, guess, tokens, drawn, 0.25)
+            found.append(guess)
+        states.append([*found, state.guess, state.in_sync, gate.open, gate.rate])
+    for plain, compiled in zip(*states):
+        torch.testing.assert_close(compiled, plain)

@@ -144,13 +144,21 @@ def sizes(runtime: SparseKVRuntime, prefill: Prefill) -> dict[str, int]:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     buffers = runtime.cache.buffers()
+    history = {} if runtime.history is None else {"token history": size(runtime.history.tokens)}
     return {
+        **history,
         "page cache": size(*(b.kv for b in buffers)),
         "unit tables": sum(size(b.slot_of, b.page_of, b.stamp, b.ahead) for b in buffers),
         "landmarks": size(runtime.landmarks),
         "predictions": size(runtime.predicted),
         "prefill staging": size(prefill.staging),
     }
+
+
+@pytest.mark.parametrize("guide", ["chain", "lookup", "resync", "none"])
+def test_the_token_history_is_planned_for_guides_that_look_up(guide):
+    plan = planner.plan(config(guide=guide), model(), GB, 100 * model().page_bytes, 3)
+    assert ("token history" in plan.device_bytes) == (guide in ("lookup", "resync"))
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -15,7 +15,8 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 FLOORS = (
     {"config", "geometry", "devices", "host_memory"},
     {"ops", "csrc"},
-    {"page_cache", "transfer", "policy", "step", "metrics", "prometheus"},
+    {"page_cache", "transfer", "policy", "step", "metrics", "prometheus", "history", "gate"},
+    {"recorder"},
     {"cost"},
     {"planner", "split", "report", "dense"},
     {"schedule"},

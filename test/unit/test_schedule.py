@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sglang.srt.sparse_kv.gate import EARLY, LATE
 from sglang.srt.sparse_kv.ops.reference import COUNTERS
 from sglang.srt.sparse_kv.runtime import LONG_UNUSED
 from sglang.srt.sparse_kv.transfer import DelayedTransfer
@@ -207,3 +208,25 @@ def test_padding_beside_a_request_changes_no_bit():
 
     alone, padded = run([1]), run([1, 0, 0])
     assert all(torch.equal(a, b) for a, b in zip(alone[0], padded[0])) and torch.equal(alone[1], padded[1])
+
+
+def test_a_shut_gate_holds_back_its_request_in_resident_layers():
+    """Early and late layers each by their own flag; a ring buffer, empty otherwise, takes any prediction."""
+    for flag, quiet in ((EARLY, [0, 1]), (LATE, [4, 5])):
+        rig = Rig(layers=6, lookahead=2, residency=[0, 1, 4, 5], budget=32, pages=300, context=700)
+        # Few slots, so that predictions are not in the cache anyway.
+        rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width + 4})
+        for req in (1, 2):
+            rig.start(req)
+            rig.extend({req: 500})
+        rig.runtime.gate.open[flag, 1] = False
+        for _ in range(8):
+            rig.decode([1])
+        layers = counters(rig)
+        busy = [layer for layer in (0, 1, 4, 5) if layers[layer]["prefetched"] > 0]
+        assert busy == [layer for layer in (0, 1, 4, 5) if layer not in quiet]
+        assert all(layers[layer]["prefetched"] > 0 for layer in (2, 3))
+        before = [layer["prefetched"] for layer in layers]
+        rig.decode([2])
+        rig.decode([2])
+        assert all(layer["prefetched"] > count for layer, count in zip(counters(rig), before)), "another's gate is open"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.sparse_kv import sampling, worker
+from sglang.srt.sparse_kv.gate import EARLY, LATE, Gate
+from sglang.srt.sparse_kv.history import TokenHistory
 from sglang.srt.sparse_kv.worker import LOOK_AHEAD_MIN_TOKENS, DualDecodeWorker, DualDraftInput
 
 VOCAB, SLOTS, TOKENS, PAGE = 97, 6, 128, 16
@@ -30,16 +33,20 @@ def model(tokens, positions):
 
 class Runtime:
     def __init__(self):
-        self.policy = SimpleNamespace(guide="chain")
+        self.policy = SimpleNamespace(guide="chain", prefetch_floor=0.25)
+        self.gate = Gate(SLOTS, "cpu")
+        self.history = TokenHistory(SLOTS, TOKENS, "cpu")
         self.hits, self.steps, self.flushes = [], 0, 0
+        self.recorder, self.records = None, []
 
     def note_guides(self, guess, tokens):
         pairs = zip(guess.tolist(), tokens.tolist(), strict=True)
         self.hits.append([guessed == token if guessed >= 0 else None for guessed, token in pairs])
 
-    def end_step(self, requests):
+    def end_step(self, requests, record=None):
         self.steps += 1
         self.stored = [*getattr(self, "stored", []), requests]
+        self.records.append(record)
 
     def flush(self):
         self.flushes += 1
@@ -85,6 +92,7 @@ class Target:
 
     def __init__(self):
         self.model_runner = Runner()
+        self.model = model
         self.forwards = []
         self.enable_overlap = "asked for on the target"
 
@@ -93,10 +101,10 @@ class Target:
         self.forwards.append(forward)
         if is_verify:
             assert forward.forward_mode is ForwardMode.TARGET_VERIFY
-            logits = model(forward.input_ids, forward.positions)
+            logits = self.model(forward.input_ids, forward.positions)
             hidden = torch.stack([forward.input_ids, forward.positions], dim=1)
             return GenerationBatchResult(LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden))
-        output = LogitsProcessorOutput(next_token_logits=model(batch.input_ids, batch.seq_lens - 1))
+        output = LogitsProcessorOutput(next_token_logits=self.model(batch.input_ids, batch.seq_lens - 1))
         return GenerationBatchResult(output, next_token_ids=self.model_runner.sample(output, batch))
 
 
@@ -197,11 +205,14 @@ def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max
         repetition_penalty=1.0,
         sampling_seed=seed,
         max_new_tokens=max_new_tokens,
+        temperature=temperature,
     )
+    tokens = list(prompt)
     return SimpleNamespace(
         req_pool_idx=slot,
         rid=f"r{slot}",
-        tokens=list(prompt),
+        tokens=tokens,
+        get_fill_ids=lambda: array("q", tokens),
         output_ids=[],
         length=len(prompt),
         temperature=temperature,
@@ -222,7 +233,7 @@ def greedy_text(prompt, count):
 # ---------------------------------------------------------------- tokens
 
 
-@pytest.mark.parametrize("guide", ["chain", "random", "frozen", "forced", "none"])
+@pytest.mark.parametrize("guide", ["chain", "random", "frozen", "forced", "greedy", "lookup", "resync", "none"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_text_does_not_depend_on_the_guide(guide, overlap):
     rig = Rig(guide, overlap)
@@ -237,7 +248,7 @@ def test_the_text_does_not_depend_on_the_guide(guide, overlap):
     assert two.output_ids == greedy_text((8, 8, 1, 40), 9)
 
 
-@pytest.mark.parametrize("guide", ["random", "none"])
+@pytest.mark.parametrize("guide", ["random", "greedy", "resync", "none"])
 def test_sampled_text_does_not_depend_on_the_guide_either(guide):
     texts = []
     for kind in ("chain", guide):
@@ -400,6 +411,98 @@ def test_guides_recover_when_the_policy_changes_back():
     rig.runtime.policy.guide = "chain"
     rig.decode()
     assert rig.runtime.hits[-2:] == [[True], [True]]
+
+
+def test_the_history_is_the_text_so_far():
+    rig = Rig("resync")
+    one, two = request(3), request(1, prompt=(8, 8, 1, 40))
+    rig.prefill(one)
+    rig.decode()
+    rig.prefill(two)
+    rig.decode()
+    rig.decode()
+    for req in (one, two):
+        kept = rig.runtime.history.tokens[req.req_pool_idx]
+        assert kept[: req.length].tolist() == req.tokens[: req.length], "all that is committed"
+    rig.running.clear()
+    retracted = request(2, prompt=one.tokens)
+    rig.prefill(retracted)
+    assert rig.runtime.history.tokens[2, : len(one.tokens)].tolist() == one.tokens
+
+
+def test_resync_finds_a_lost_text_in_its_repetition():
+    """A chain that was thrown off continues where the text has been before."""
+    loop = [5]
+    while loop.count(loop[-1]) < 3:  # the model without positions runs into a circle
+        loop.append(int(model(torch.tensor(loop[-1:]), torch.tensor([0])).argmax()))
+    found = {}
+    for guide in ("chain", "resync"):
+        rig = Rig(guide)
+        rig.target.model = lambda tokens, positions: model(tokens, positions * 0)
+        rig.prefill(request(3, prompt=loop))
+        for _ in range(3):
+            rig.decode()
+        rig.worker.guide_state.set(torch.tensor([3]), torch.tensor([VOCAB - 1]), False)
+        for _ in range(4):
+            rig.decode()
+        found[guide] = [hit for (hit,) in rig.runtime.hits]
+    assert found["chain"][:4] == [True, True, True, False]
+    assert found["resync"] == [True] * 7
+
+
+def test_short_requests_start_with_a_lookup():
+    rig = Rig("resync")
+    drawn = greedy_text((0, 44, 5, 9, 2), 1)[0]
+    rig.prefill(request(3, prompt=(drawn, 44, 5, 9, 2), max_new_tokens=4))
+    rig.decode()
+    assert len(rig.target.forwards) == 2, "no look-ahead"
+    assert rig.target.forwards[-1].input_ids.tolist() == [drawn, 44]
+
+
+def test_fetching_ahead_follows_the_guesses():
+    """Not in a look-ahead, whose row 1 is fed anything; then by the record, and late layers by the outcome."""
+    rig = Rig("chain")
+    seen = []
+    forward = rig.target.forward_batch_generation
+
+    def watch(batch, forward_batch=None, is_verify=False):
+        seen.append(rig.runtime.gate.open[:, 3].tolist())
+        return forward(batch, forward_batch, is_verify)
+
+    rig.target.forward_batch_generation = watch
+    rig.prefill(request(3))
+    for _ in range(3):
+        rig.decode()
+    assert seen[1:] == [[False, False], [True, False], [True, True], [True, True]], "look-ahead and three steps"
+    rig.runtime.policy.guide = "random"
+    for _ in range(12):
+        rig.decode()
+    assert seen[5:7] == [[True, True], [True, False]] and seen[-1] == [False, False]
+    rig.runtime.policy.prefetch_floor = 0
+    rig.decode()
+    rig.decode()
+    assert seen[-1] == [True, True]
+    rig.worker.clear_cache_pool()
+    assert rig.runtime.gate.open.all()
+
+
+def test_one_row_holds_nothing_back():
+    rig = Rig("none")
+    rig.prefill(request(3))
+    rig.decode()
+    assert rig.runtime.gate.open[EARLY].all() and rig.runtime.gate.open[LATE].all()
+
+
+def test_a_recording_keeps_steps_and_no_look_ahead():
+    rig = Rig("resync")
+    rig.runtime.recorder = object()
+    req = request(3, greedy=False, temperature=0.7)
+    rig.prefill(req)
+    rig.decode()
+    ahead, step = rig.runtime.records
+    assert ahead is None
+    assert (step["requests"], step["guide"], step["lengths"]) == (["r3"], "resync", [3])
+    assert step["tokens"] + step["next"] == req.output_ids and step["guesses"] == step["next"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -32,7 +32,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
 _SIZE_HELP = 'write a size such as "96GB", "64GiB" or "50%"'
-_GUIDES = ("chain", "none")
+_GUIDES = ("chain", "lookup", "resync", "none")
+_LOOKUP_GUIDES = ("lookup", "resync")
 _LANDMARK_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -83,12 +84,16 @@ class SparseKVConfig:
     Attributes:
         budget: tokens attended per request, layer and kv head, beside sinks and window.
         host_memory: "auto", or the host KV of all ranks together, as ``parse_size`` reads it.
-        guide: "chain" (row 1 continues its own guesses) or "none" (one row per request, no prediction).
+        guide: "chain" (row 1 continues its own guesses), "lookup" (what followed the last tokens before), "resync" (the
+            chain, and a lookup where it was wrong) or "none" (one row per request).
+        guide_attends: "selected" (row 1 attends to the pages that row 0 selected) or "own" (to those that it would
+            select itself, as far as they are cached).
         residency: layers whose cache is their own: "auto" (the planner decides), "all", "none", a fraction of the
             layers, or layer ids.
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
         prefetch: fetch predicted pages ahead of their layer.
+        prefetch_floor: least chance of a right guess, by the request's record, that is worth a fetch ahead, 0..1.
         lookahead: layers, counted from the last, that fetch at the start of the next step.
         prefetch_cap: most pages fetched ahead per request, layer, kv head and step, as a share of the budget, 0..1.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
@@ -97,15 +102,18 @@ class SparseKVConfig:
         coupled_sampling: at temperature > 0, both rows draw with one noise per (request, position, token).
         seed: start of the noise streams.
         debug: run-time policy switches and invariant checks.
+        record: a file that every decode step's selections are written to, for studies; "" for none. Needs debug.
     """
 
     budget: int = 2048
     host_memory: int | str = "auto"
-    guide: str = "chain"
+    guide: str = "resync"
+    guide_attends: str = "selected"
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
     window: int = 64
     prefetch: bool = True
+    prefetch_floor: float = 0.25
     lookahead: int = 8
     prefetch_cap: float = 1.0
     cache_memory: int | str = "auto"
@@ -114,11 +122,17 @@ class SparseKVConfig:
     coupled_sampling: bool = True
     seed: int = 0
     debug: bool = False
+    record: str = ""
 
     @property
     def rows(self) -> int:
         """Rows that one request occupies in a decode step."""
         return 1 if self.guide == "none" else 2
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the tokens of running requests are kept on the device, for a guide that looks them up."""
+        return self.guide in _LOOKUP_GUIDES or (self.debug and self.rows == 2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SparseKVConfig:
@@ -176,7 +190,9 @@ class SparseKVConfig:
         _check_int("ring", self.ring, low=2, high=4)
         _check_int("seed", self.seed, low=0, high=2**63 - 1)
         _check_number("prefetch_cap", self.prefetch_cap, low=0, high=1)
+        _check_number("prefetch_floor", self.prefetch_floor, low=0, high=1)
         _check_choice("guide", self.guide, _GUIDES)
+        _check_choice("guide_attends", self.guide_attends, ("selected", "own"))
         _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
         for name in ("prefetch", "coupled_sampling", "debug"):
             if not isinstance(getattr(self, name), bool):
@@ -186,6 +202,10 @@ class SparseKVConfig:
             if size != "auto":
                 # What a percentage refers to is known only to the planner; any total shows whether it reads.
                 parse_size(size, total=2**50, name=name)
+        if not isinstance(self.record, str):
+            raise ValueError(f"record is {self.record!r}; give the path of a file.")
+        if self.record and not self.debug:
+            raise ValueError(f'record is {self.record!r}, and only a debug server records; add "debug": true.')
         self._validate_residency()
 
     def _validate_residency(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from sglang.srt.sparse_kv.ops.reference import own_slots
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
 
@@ -48,8 +49,13 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     runtime.transfer.join_branch()
     slots, fetch = ops.resolve(view, selection.pages, None, runtime.clock, inputs=inputs, num_pages=selection.num_pages)
     schedule.fetch_now(layer, view, fetch)
+    if runtime.recorder is not None:
+        runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
-    out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs)
+    own = {}
+    if rows == 2 and runtime.config.guide_attends == "own":
+        own["own"] = own_slots(view, runtime.predicted[step.req, layer], step.table, step.length, shape)
+    out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs, **own)
     if policy.check:
         runtime.check_selected(layer, view, step, selection.pages, slots)
     schedule.after_attention(layer, step)

@@ -4,18 +4,24 @@ A guide decides what is fetched ahead, never what is generated. All strategies k
 so that a running server can change from one to another.
 
 How the chain gets into step: row 1 reads (row 0's token, guess) and its output is the guess for the next step. So a
-right guess is followed by the computation that row 0 does one step later, and stays right. After a prefill there is no
-guess yet. Starting from any token leaves the chain wrong until it happens to fall in with the text; a *look-ahead*, one
-forward over the new requests alone that commits nothing, gives the first guess as row 0 will draw it.
+right guess is followed by the computation that row 0 does one step later, and mostly stays right: row 1 attends to the
+pages that row 0 selected, not to its own, and now and then draws another token. A wrong guess is followed by what would
+follow *it*, and the chain stays lost until it happens to fall in with the text. Two things bring it back. After a
+prefill, a *look-ahead*, one forward over the new requests alone that commits nothing, gives the first guess as row 0
+will draw it. After a wrong guess, the next one is looked up in the text so far (`history.py`).
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 
 import torch
+from sglang.srt.sparse_kv.gate import Gate
+from sglang.srt.sparse_kv.history import TokenHistory
 from sglang.srt.sparse_kv.sampling import mix
+from sglang.srt.utils import DynamicGradMode
 
 
 class LookAhead(enum.Enum):
@@ -28,32 +34,41 @@ class LookAhead(enum.Enum):
 class GuideState:
     """A guess per request slot.
 
-    guess: int64 [slots], the token believed to follow the last one drawn, or NONE. Every owner of a slot starts with a
-    prefill, which overwrites what the last owner left.
+    guess: int64 [slots], the token believed to follow the last one drawn, or NONE. in_sync: bool [slots], whether that
+    belief rests on a right guess. Every owner of a slot starts with a prefill, which overwrites what the last owner
+    left. history: what lookups search, or None where no strategy looks up.
     """
 
     NONE = -1
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device | str, history: TokenHistory | None = None
+    ) -> None:
         self.guess = torch.full((num_slots,), self.NONE, dtype=torch.int64, device=device)
+        self.in_sync = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self.vocab_size = vocab_size
+        self.history = history
 
     def start(self, slots: torch.Tensor) -> None:
         """A prefill ended for `slots`, int [N]: nothing is known of what follows its token."""
         self.guess[slots] = self.NONE
+        self.in_sync[slots] = False
 
-    def set(self, slots: torch.Tensor, guess: torch.Tensor) -> None:
-        """slots, guess: int [N]."""
+    def set(self, slots: torch.Tensor, guess: torch.Tensor, in_sync: torch.Tensor | bool = True) -> None:
+        """slots, guess: int [N]; in_sync: bool [N], or one for all."""
         self.guess[slots] = guess.to(self.guess.dtype)
+        self.in_sync[slots] = in_sync
 
     def reset(self) -> None:
         self.guess.fill_(self.NONE)
+        self.in_sync.fill_(False)
 
 
 class Guide(ABC):
     """A strategy over the shared state. All tensors are [N]; slots and positions are those of row 0."""
 
     look_ahead = LookAhead.STARTED
+    draws_greedily = False  # row 1 takes its likeliest token, whatever the request's temperature
 
     def __init__(self, state: GuideState) -> None:
         self.state = state
@@ -62,9 +77,11 @@ class Guide(ABC):
     def propose(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [N]: the guess for each request, or GuideState.NONE."""
 
-    def observe(self, slots: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Row 1 drew `drawn`, int [N], to follow the tokens that row 0 has just drawn."""
-        self.state.set(slots, drawn)
+    def observe(self, slots: torch.Tensor, drawn: torch.Tensor, right: torch.Tensor) -> None:
+        """Row 1 drew `drawn`, int [N], to follow the tokens that row 0 has just drawn; right, bool [N]: row 1 was fed
+        those tokens.
+        """
+        self.state.set(slots, drawn, right)
 
 
 class ChainGuide(Guide):
@@ -74,10 +91,36 @@ class ChainGuide(Guide):
         return self.state.guess[slots]
 
 
+class LookupGuide(Guide):
+    """What followed the last tokens when they stood in the text before; the chain's guess where they never did."""
+
+    def propose(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        found = self._look_up(slots, positions)
+        return torch.where(found >= 0, found, self.state.guess[slots])
+
+    def _look_up(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self.state.history is not None, "lookups need the token history"
+        return self.state.history.following(slots, positions)
+
+
+class ResyncGuide(LookupGuide):
+    """The chain while it is right, a lookup where it was wrong."""
+
+    def propose(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        looked_up = super().propose(slots, positions)
+        return torch.where(self.state.in_sync[slots], self.state.guess[slots], looked_up)
+
+
 class ForcedGuide(ChainGuide):
     """Always right, at the price of a second forward a step: the upper bound, and what shows a wrong row 1 in tests."""
 
     look_ahead = LookAhead.ALL
+
+
+class GreedyGuide(ChainGuide):
+    """A chain that does not share row 0's noise, to measure what sharing it is worth."""
+
+    draws_greedily = True
 
 
 class RandomGuide(Guide):
@@ -91,18 +134,68 @@ class RandomGuide(Guide):
 class FrozenGuide(ChainGuide):
     """The guess of the moment at which it was switched on, or with which a request started."""
 
-    def observe(self, slots: torch.Tensor, drawn: torch.Tensor) -> None:
+    def observe(self, slots: torch.Tensor, drawn: torch.Tensor, right: torch.Tensor) -> None:
         pass
 
 
 _GUIDES: dict[str, type[Guide]] = {
     "chain": ChainGuide,
-    "forced": ForcedGuide,
     "random": RandomGuide,
     "frozen": FrozenGuide,
+    "forced": ForcedGuide,
+    "greedy": GreedyGuide,
+    "lookup": LookupGuide,
+    "resync": ResyncGuide,
 }
+LOOKUPS = tuple(name for name, kind in _GUIDES.items() if issubclass(kind, LookupGuide))
 
 
 def build_guides(state: GuideState) -> dict[str, Guide]:
-    """Every strategy by its name, over one state."""
-    return {name: kind(state) for name, kind in _GUIDES.items()}
+    """Every strategy that the state allows by its name; those that look up need a history."""
+    return {name: kind(state) for name, kind in _GUIDES.items() if state.history is not None or name not in LOOKUPS}
+
+
+# ---------------------------------------------------------------- both ends of a step
+
+
+def begin_step(
+    guide: Guide, gate: Gate, slots: torch.Tensor, positions: torch.Tensor, floor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The guesses to feed, int64 [N], and whether each rests on a right one, bool [N]; tells the gate."""
+    guess = guide.propose(slots, positions)
+    in_sync = guide.state.in_sync[slots]
+    gate.decide(slots, in_sync, floor)
+    return guess, in_sync
+
+
+def end_step(
+    guide: Guide,
+    gate: Gate,
+    slots: torch.Tensor,
+    in_sync: torch.Tensor,
+    guess: torch.Tensor,
+    tokens: torch.Tensor,
+    drawn: torch.Tensor,
+    floor: float,
+) -> None:
+    """Row 0 drew `tokens`, row 1 `drawn`, int [N]; the rest is as `begin_step` took and gave it."""
+    right = guess == tokens
+    gate.observe(slots, in_sync, right, floor)
+    guide.observe(slots, drawn, right)
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_steps():
+    """The two as few kernels, for GPUs, where some thirty small ones would show in a step of few requests."""
+    return torch.compile(begin_step, dynamic=True), torch.compile(end_step, dynamic=True)
+
+
+@DynamicGradMode()
+def warm_up(guide: Guide, gate: Gate, floor: float) -> None:
+    """Compile, in the scheduler's gradient mode, so that no request waits for it. Uses the padding slot."""
+    begin, end = compiled_steps()
+    for rows in (1, 2):  # the compiler treats one row as a case of its own
+        slots = torch.zeros(rows, dtype=torch.int64, device=gate.open.device)
+        guess, in_sync = begin(guide, gate, slots, slots, floor)
+        end(guide, gate, slots, in_sync, guess, slots.int(), slots.int(), floor)
+    gate.open[:, 0] = True

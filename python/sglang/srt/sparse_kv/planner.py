@@ -71,6 +71,8 @@ def device_bytes(
         "predictions": (geometry.max_requests + 1) * geometry.num_layers * geometry.kv_heads * shape.budget_pages * 4,
         "prefill staging": 2 * staging_tokens(cuda) * geometry.kv_heads * geometry.unit_bytes // geometry.page_size,
     }
+    if config.keeps_history:
+        sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
     if cuda:
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
     return sizes

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.sparse_kv.config import SparseKVConfig
 
-GUIDES = ("chain", "random", "frozen", "forced")
+GUIDES = ("chain", "random", "frozen", "forced", "greedy", "lookup", "resync")
 TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle")
 # SGLang's endpoint for internal state carries numbers only, so a name may be given as its place in the list.
 NAMED = {"guide": GUIDES, "transfer": TRANSFERS}
@@ -26,6 +26,7 @@ class Policy:
     budget: int
     guide: str = "chain"
     prefetch: bool = True
+    prefetch_floor: float = 0.0
     prefetch_cap: float = 1.0
     residency: Any = "all"
     cache_slots: int = 0
@@ -42,7 +43,9 @@ class Policy:
     def from_config(cls, config: SparseKVConfig) -> Policy:
         return cls(
             budget=config.budget,
+            guide=config.guide if config.rows == 2 else "chain",
             prefetch=config.prefetch,
+            prefetch_floor=config.prefetch_floor,
             prefetch_cap=config.prefetch_cap,
             residency=config.residency,
             seed=config.seed,
@@ -80,8 +83,6 @@ class Policy:
             if not number or value != value // 1:
                 raise ValueError(f"sparse_kv policy {key} takes a whole number, got {value!r}")
             value = int(value)
-        elif key == "prefetch_cap" and not (number and 0 <= value <= 1):
-            raise ValueError(f"sparse_kv policy prefetch_cap takes a share of the budget from 0 to 1, got {value!r}")
-        elif key == "miss_rate" and not (number and 0 <= value <= 1):
-            raise ValueError(f"sparse_kv policy miss_rate takes a share of the hits from 0 to 1, got {value!r}")
+        elif key in ("prefetch_cap", "prefetch_floor", "miss_rate") and not (number and 0 <= value <= 1):
+            raise ValueError(f"sparse_kv policy {key} takes a number from 0 to 1, got {value!r}")
         return value

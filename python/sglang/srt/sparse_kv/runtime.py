@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from sglang.srt.sparse_kv import metrics
 from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.gate import Gate
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+from sglang.srt.sparse_kv.history import TokenHistory
 from sglang.srt.sparse_kv.ops.engine import engine_for
 from sglang.srt.sparse_kv.ops.reference import NONE, LayerView
 from sglang.srt.sparse_kv.page_cache import PageCache
 from sglang.srt.sparse_kv.planner import Plan
 from sglang.srt.sparse_kv.policy import Policy
+from sglang.srt.sparse_kv.recorder import Recorder
 from sglang.srt.sparse_kv.schedule import Schedule
 from sglang.srt.sparse_kv.step import DecodeStep
 from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, StreamTransfer, Transfer
@@ -36,6 +39,8 @@ class SparseKVRuntime:
         self.config, self.geometry, self.plan, self.host = config, geometry, plan, host
         self.shape = plan.shape
         self.rows = config.rows
+        if config.guide_attends == "own" and device.type == "cuda":
+            raise ValueError('guide_attends "own" exists on the CPU engine only; use "selected" on a GPU')
         self.ops = engine_for(device)
         self.policy = Policy.from_config(config)
         self.landmarks = torch.zeros(
@@ -58,6 +63,9 @@ class SparseKVRuntime:
             dtype=torch.int32,
             device=device,
         )
+        slots, context = geometry.max_requests + 1, geometry.max_pages * geometry.page_size
+        self.gate = Gate(slots, device)
+        self.history = TokenHistory(slots, context, device) if config.keeps_history else None
         clocks = [FIRST_STEP, FIRST_STEP - 1, FIRST_STEP - LONG_UNUSED]
         self._clocks = torch.tensor(clocks, dtype=torch.int32, device=device)
         self.clock, self.clock_before, self.clock_long_ago = self._clocks.split(1)
@@ -65,6 +73,7 @@ class SparseKVRuntime:
         self.prefetch_cap = torch.zeros(1, dtype=torch.int32, device=device)
         self.forced_cap = torch.zeros(1, dtype=torch.int32, device=device)
         self._set_caps()
+        self.recorder = Recorder(config.record, geometry.page_size, geometry.unit_bytes) if config.record else None
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
         self.steps = 0
         self.tokens_stored = self.tokens_staged = 0  # whose K/V went to the host; came from there for prefill
@@ -111,10 +120,17 @@ class SparseKVRuntime:
         self.tokens_stored += sum(extend_lens)
         self.tokens_staged += sum(-(-prefix // page_size) * page_size for prefix in prefix_lens)
 
-    def end_step(self, requests: int) -> None:
-        """Called by the worker after a decode forward of so many requests."""
+    def end_step(self, requests: int, record: dict[str, Any] | None = None) -> None:
+        """Called by the worker after a decode forward of so many requests. record: what a recording keeps of the step,
+        None for a look-ahead.
+        """
         self.steps += 1
         self.tokens_stored += requests
+        if self.recorder is not None:
+            if record is None:
+                self.recorder.drop()
+            else:
+                self.recorder.commit(record)
         if self.policy.check:
             self.cache.check()
 

@@ -155,7 +155,7 @@ def couple(info: SamplingBatchInfo, keys: torch.Tensor) -> None:
 
 
 def draw_guess(
-    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, sampler: torch.nn.Module
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, sampler: torch.nn.Module | None
 ) -> torch.Tensor:
     """The token that the sampler would draw from `logits`, or the likeliest one where its noise is not shared.
 

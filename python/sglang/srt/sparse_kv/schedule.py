@@ -6,6 +6,8 @@ first layers of step t+1. Tables are edited beside the append of a later layer, 
 then takes no time of its own. Scoped layers: layer j+2's buffer is filled when layer j's attention ends. What the true
 selection still misses is fetched at once and waited for.
 
+For requests whose guesses are likely wrong, resident layers fetch nothing ahead (`gate.py`).
+
 Entries planned before a layer's true selection carry the previous step's stamp: that selection may evict them if it
 must. Those planned after it carry the current one and are safe until the next step.
 """
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from sglang.srt.sparse_kv.gate import EARLY, LATE
 from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
     from sglang.srt.sparse_kv.step import DecodeStep
 
@@ -27,10 +30,12 @@ SCOPED_AHEAD = 2  # scoped layers whose buffers are filling while one computes
 class Schedule:
     def __init__(self, runtime: SparseKVRuntime):
         self.runtime = runtime
+        self._closed: torch.Tensor | None = None  # int64 [2, N], as step.closed_pages; 0 where the gate is shut
 
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
         runtime.tick()
+        self._closed = torch.where(runtime.gate.open[:, step.req], step.closed_pages, 0)
         for layer in range(max(0, self._first_late), runtime.geometry.num_layers):
             if layer <= layer - self._first_late and layer not in runtime.cache.scoped:
                 self._prefetch(layer, step)  # no layer before it to hide in: every layer is among the last ones
@@ -51,10 +56,10 @@ class Schedule:
         """
         runtime, found = self.runtime, []
         if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
-            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock)))
+            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
         late = self._first_late + layer
         if layer < late < runtime.geometry.num_layers and late not in runtime.cache.scoped:
-            found.append((late, self._plan(late, step, runtime.clock_before)))
+            found.append((late, self._plan(late, step, runtime.clock_before, LATE)))
         return found
 
     def start(self, due: list[tuple[int, Prefetch]]) -> None:
@@ -82,15 +87,18 @@ class Schedule:
         runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch), urgent=True)
         runtime.transfer.join(lane)
 
-    def _plan(self, layer: int, step: DecodeStep, stamp: torch.Tensor) -> Prefetch:
+    def _plan(self, layer: int, step: DecodeStep, stamp: torch.Tensor, when: int) -> Prefetch:
         runtime = self.runtime
+        assert self._closed is not None, "begin_step comes first"
+        # A buffer that was emptied has use for any prediction.
+        closed = step.closed_pages if layer in runtime.cache.scoped else self._closed[when]
         index = step.req.roll(1, 0) if runtime.policy.shuffle_predictions else step.req
         view, predicted = runtime.cache.views[layer], runtime.predicted[:, layer]
-        return Prefetch(view, predicted, stamp, runtime.prefetch_cap, step.table, step.closed_pages, index)
+        return Prefetch(view, predicted, stamp, runtime.prefetch_cap, step.table, closed, index)
 
     def _prefetch(self, layer: int, step: DecodeStep) -> None:
         """Fetches what the step before predicted for this one."""
-        plan = self._plan(layer, step, self.runtime.clock_before)
+        plan = self._plan(layer, step, self.runtime.clock_before, LATE)
         fetch = self.runtime.ops.plan_prefetch(
             plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
         )

@@ -13,11 +13,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.sparse_kv import sampling
+from sglang.srt.sparse_kv import guide, sampling
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -123,23 +124,29 @@ class DualDecodeWorker(BaseSpecWorker):
         self.req_to_token = req_to_token_pool.req_to_token
         slots = self.req_to_token.shape[0]
         vocab_size = self._runner.model_config.vocab_size
-        self.guide_state = GuideState(slots, vocab_size, self.device)
+        self.guide_state = GuideState(slots, vocab_size, self.device, self.runtime.history)
         self.guides = build_guides(self.guide_state)
         self._noise_keys = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._penalty_rates = torch.zeros(slots, 3, dtype=torch.float32, device=self.device)
         self._offsets = torch.arange(self.rows, dtype=torch.int64, device=self.device)
         self._ones = torch.ones(slots, dtype=torch.int32, device=self.device)
+        self._begin_guess, self._end_guess = guide.begin_step, guide.end_step
         self._couple_sampler()
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
         if self._coupled and self._ones.is_cuda:
             sampling.warm_up(self.guide_state.vocab_size, self._ones.device)
+        if self.rows == 2 and self._ones.is_cuda:
+            self._begin_guess, self._end_guess = guide.compiled_steps()
+            policy = self.runtime.policy
+            guide.warm_up(self.guides[policy.guide], self.runtime.gate, policy.prefetch_floor)
 
     def clear_cache_pool(self) -> None:
         """The scheduler flushed its caches: no request is alive and no page keeps its contents."""
         self._started.clear()
         self.guide_state.reset()
+        self.runtime.gate.reset()
         self.runtime.flush()
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
@@ -199,6 +206,8 @@ class DualDecodeWorker(BaseSpecWorker):
             on_publish(batch.seq_lens)
         result = self._target_worker.forward_batch_generation(batch)
         self.guide_state.start(slots)
+        if self.rows == 2:
+            self.runtime.gate.start(slots)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DualDraftInput(result.next_token_ids)
         return result
@@ -214,9 +223,11 @@ class DualDecodeWorker(BaseSpecWorker):
 
         guess_mask = None
         if self.rows == 2:
-            guide = self.guides[self.runtime.policy.guide]
-            self._look_ahead(batch, tokens, everywhere=guide.look_ahead is LookAhead.ALL)
-            guess = guide.propose(slots, batch.seq_lens)
+            if self.runtime.history is not None:
+                self.runtime.history.append(slots, batch.seq_lens, tokens)
+            strategy, floor = self.guides[self.runtime.policy.guide], self.runtime.policy.prefetch_floor
+            self._look_ahead(batch, tokens, everywhere=strategy.look_ahead is LookAhead.ALL)
+            guess, in_sync = self._begin_guess(strategy, self.runtime.gate, slots, batch.seq_lens, floor)
             guessed = guess >= 0
             # Without a guess, the row's own token: it is in the vocabulary, and the step costs the same.
             forward_batch = self._forward_batch(
@@ -235,11 +246,14 @@ class DualDecodeWorker(BaseSpecWorker):
             uncounted = tokens if batch.enable_overlap else next_tokens
             if sampling.has_penalties(info):
                 sampling.advance_penalties(info, uncounted, self._penalty_rates[slots])
-            drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, self._runner.sampler)
+            sampler = None if strategy.draws_greedily else self._runner.sampler
+            drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, sampler)
             info.grammar_mask = None
             self.runtime.note_guides(guess, next_tokens)
-            guide.observe(slots, drawn)
-        self.runtime.end_step(len(batch.reqs))
+            self._end_guess(strategy, self.runtime.gate, slots, in_sync, guess, next_tokens, drawn, floor)
+        recording = self.runtime.recorder is not None
+        record = self._record(batch, tokens, forward_batch.input_ids, next_tokens) if recording else None
+        self.runtime.end_step(len(batch.reqs), record)
 
         result.next_token_ids = next_tokens
         result.accept_lens = self._ones[: len(next_tokens)]
@@ -247,6 +261,18 @@ class DualDecodeWorker(BaseSpecWorker):
         result.new_seq_lens = new_seq_lens
         result.next_draft_input = DualDraftInput(next_tokens)
         return result
+
+    def _record(self, batch: ScheduleBatch, tokens, input_ids, next_tokens) -> dict[str, Any]:
+        """What a recording keeps of a step, beside its selections."""
+        return {
+            "requests": [req.rid for req in batch.reqs],
+            "temperatures": [req.sampling_params.temperature for req in batch.reqs],
+            "guide": self.runtime.policy.guide if self.rows == 2 else "none",
+            "lengths": batch.seq_lens.tolist(),
+            "tokens": tokens.tolist(),
+            "guesses": input_ids[1::2].tolist() if self.rows == 2 else None,
+            "next": next_tokens.tolist(),
+        }
 
     def _forward_batch(self, batch: ScheduleBatch, slots: torch.Tensor, tokens: torch.Tensor) -> ForwardBatch:
         """A forward over tokens, int [N, rows], from the committed length on."""
@@ -293,12 +319,15 @@ class DualDecodeWorker(BaseSpecWorker):
             self._noise_keys[slots] = keys
             sampling.couple(batch.sampling_info, keys)
         for req, param in zip(batch.reqs, params, strict=True):
+            if self.runtime.history is not None:
+                # All of a prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
+                self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
             self._started.discard(req.req_pool_idx)
             limit = param.max_new_tokens
             if self.rows == 2 and (limit is None or limit - len(req.output_ids) >= LOOK_AHEAD_MIN_TOKENS):
                 self._started.add(req.req_pool_idx)
 
-    def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
+    def _upload(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         pinned = is_pin_memory_available(self.device)
         return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=True)
 

@@ -196,6 +196,19 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None) -
 # ---------------------------------------------------------------- the page cache's tables
 
 
+def own_slots(view: LayerView, chosen: torch.Tensor, table: torch.Tensor, length: torch.Tensor, shape) -> torch.Tensor:
+    """Slots of the pages that the next step would select if row 1's queries were its own, of those that are cached.
+
+    chosen int32 [N, H, >= K] logical, row 1's best; table int32 [N, MP]; length int [N] committed tokens. Returns int32
+    [N, H, C] in ascending logical order, the open page of row 0 last, with NONE where a page is not cached. Nothing is
+    stamped, claimed or fetched.
+    """
+    chosen = chosen[..., : shape.budget_pages]
+    logical, _ = assemble(chosen, length + 1, shape.sink_pages, shape.window, shape.page_size, shape.width)
+    begun = logical <= (length // shape.page_size)[:, None, None]  # row 1's own page may be yet to begin
+    return _slots_of(view, lookup(table, torch.where(begun, logical, NONE)))
+
+
 def _slots_of(view: LayerView, pages: torch.Tensor) -> torch.Tensor:
     """Slots of pages' units, NONE where not resident or not a page. pages int32 [N, H, C] -> int32 [N, H, C]."""
     table = view.slot_of.expand(pages.shape[0], -1, -1)

@@ -14,9 +14,11 @@ def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float) -> 
 
 
 def attend(
-    q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float, inputs=None
+    q, k_row1, v_row1, view: LayerView, slots, num_pages, last_tokens, scale: float, inputs=None, own=None
 ) -> torch.Tensor:
     """Attention of both rows over the selected pages; row 1 also sees its own token, which is stored nowhere.
+
+    own: int32 [N, H, C] from `own_slots`: row 1 attends to these pages instead of row 0's.
 
     q [N, R, H, G, D]; k_row1, v_row1 [N, H, D] or None when R == 1; slots int32 [N, H, C] ascending logical order;
     num_pages int [N]; last_tokens int [N] tokens in the last page, row 0's included. Returns [N, R, H, G, D].
@@ -38,14 +40,29 @@ def attend(
         queries = q[i].permute(1, 0, 2, 3).reshape(heads, rows * group, dim)
         logits = torch.bmm(queries, keys.transpose(1, 2)).float() * scale  # [H, R*G, length]
         if rows == 2:
-            own = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
-            extra = torch.cat([torch.full_like(own, float("-inf")), own], 1)  # row 0 does not see row 1's token
+            itself = torch.einsum("hgd,hd->hg", q[i, 1], k_row1[i]).float() * scale
+            extra = torch.cat([torch.full_like(itself, float("-inf")), itself], 1)  # row 0 does not see row 1's token
             logits = torch.cat([logits, extra[..., None]], 2)
         weights = torch.softmax(logits, -1).to(q.dtype)
         mixed = torch.bmm(weights[..., :length], values)
         if rows == 2:
             mixed[:, group:] += weights[:, group:, -1:] * v_row1[i][:, None, :]
         out[i] = mixed.view(heads, rows, group, dim).permute(1, 0, 2, 3)
+        if own is not None:
+            out[i, 1] = _attend_own(q[i, 1], k_row1[i], v_row1[i], view, own[i], last, scale)
+    return out
+
+
+def _attend_own(q, k, v, view: LayerView, slots, last: int, scale: float) -> torch.Tensor:
+    """Row 1 of one request over pages of its own. q [H, G, D]; k, v [H, D]; slots int32 [H, C] -> [H, G, D]."""
+    out = torch.empty_like(q)
+    for head, row in enumerate(slots):
+        cached = row[row >= 0].long()  # heads differ in how many of their pages are cached
+        length = (len(cached) - 1) * view.kv.shape[3] + last
+        keys = torch.cat([view.kv[head, cached, 0].flatten(0, 1)[:length], k[head][None]])
+        values = torch.cat([view.kv[head, cached, 1].flatten(0, 1)[:length], v[head][None]])
+        weights = torch.softmax((q[head] @ keys.T).float() * scale, -1).to(q.dtype)
+        out[head] = weights @ values
     return out
 
 
