@@ -52,10 +52,8 @@ class Replay:
         self._evict(clock)
         return missing
 
-    def prefetch(self, predicted: np.ndarray, clock: int, open_: bool) -> int:
-        """predicted: int [lanes, K], best first, -1 padded. Returns the units fetched. Not open: nothing happens."""
-        if not open_:
-            return 0
+    def prefetch(self, predicted: np.ndarray, clock: int) -> int:
+        """predicted: int [lanes, K], best first, -1 padded. Returns the units fetched."""
         lanes = np.arange(len(predicted))[:, None]
         valid = predicted >= 0
         stamp = np.where(valid, self.stamp[lanes, predicted], 0)
@@ -95,7 +93,7 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
         traces: the contexts.
         slots: of each layer and head, forced pages not counted.
         predicted: for each context int [S, L, H, K], what is fetched ahead at the end of each step; None: nothing.
-        open_: for each context bool [S], whether the gate lets step s fetch ahead; None: always.
+        open_: for each context bool [S, L], whether layers may fetch what a step predicts; None: always.
     """
     missed, ahead, useful, clean, steps, units = [], 0, 0, [], 0, 0
     for number, trace in enumerate(traces):
@@ -119,7 +117,8 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
             missing = cache.select(wanted, clock)
             fetched = 0
             if guess is not None:
-                fetched = cache.prefetch(guess[step], clock, open_ is None or bool(open_[number][step]))
+                allowed = np.True_ if open_ is None else open_[number][step].repeat(heads)[:, None]
+                fetched = cache.prefetch(np.where(allowed, guess[step], -1), clock)
             if step >= WARM_UP:
                 by_layer = missing.reshape(layers, heads, pages).sum((1, 2))
                 missed.append(by_layer / heads)

@@ -9,9 +9,11 @@ import numpy as np
 
 from benchmark.predictability import signals
 from benchmark.predictability.caches import Outcome, replay
+from benchmark.predictability.gates import opened
 from benchmark.predictability.recording import Recording, Run, Trace
 
 SIZES = (1, 2, 4)  # slots of the replayed caches, in units of k
+FLOORS = (0.25, 0.5)  # of the gate
 
 
 def analyse(recording: Recording, link: float) -> dict[str, Any]:
@@ -49,14 +51,16 @@ def _temperature(recording: Recording, temperature: float, link: float) -> dict[
 def _policies(
     reference: list[Trace], guides: dict[str, list[Trace]]
 ) -> dict[str, tuple[list[np.ndarray] | None, list[np.ndarray] | None]]:
-    """What each policy fetches ahead, and in which steps."""
+    """What each policy fetches ahead, and in which steps and layers."""
+    from sglang.srt.sparse_kv.config import SparseKVConfig
+
+    late = SparseKVConfig().lookahead
     policies: dict[str, tuple[list[np.ndarray] | None, list[np.ndarray] | None]] = {"LRU alone": (None, None)}
     for name, traces in guides.items():
         predicted = [trace.predicted for trace in traces]
         policies[name] = (predicted, None)
-        # What a gate can know when the prediction is made: whether the guess before this one was right.
-        before = [np.concatenate([[True], trace.right[:-1]]) for trace in traces]
-        policies[f"{name}, while in sync"] = (predicted, before)
+        for floor in FLOORS:
+            policies[f"{name}, floor {floor:g}"] = (predicted, [opened(trace, floor, late) for trace in traces])
     nothing = np.full_like(reference[0].true[:1], -1)
     policies["oracle"] = ([np.concatenate([trace.true[1:], nothing]) for trace in reference], None)
     return policies
@@ -152,7 +156,7 @@ def plot(found: dict[str, Any], path: Path) -> bool:
         for name, row in part["recall"].items():
             axes[0][column].plot(row["by_layer"], label=name)
         for name, row in part["caches"].items():
-            if name.endswith(", 2 k") and "while" not in name:
+            if name.endswith(", 2 k") and "floor" not in name:
                 axes[1][column].plot(row["missed_by_layer"], label=name)
         axes[0][column].set(title=f"temperature {temperature}", ylabel="recall of the next set")
         axes[1][column].set(xlabel="layer", ylabel="missed, share of the budget")

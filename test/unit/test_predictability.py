@@ -16,6 +16,7 @@ from sglang.srt.sparse_kv.recorder import Recorder
 from benchmark.predictability import __main__ as study
 from benchmark.predictability import prompts, report, signals
 from benchmark.predictability.caches import WARM_UP, replay
+from benchmark.predictability.gates import opened
 from benchmark.predictability.recording import Run, Trace, load
 
 LAYERS, HEADS, K, PAGES = 2, 2, 4, 24
@@ -124,8 +125,23 @@ def test_wrong_predictions_move_bytes_for_nothing():
 
 def test_a_gate_stops_prefetching():
     one = trace(40)
-    shut = replay([one], 2 * K, [one.predicted], [np.zeros(40, dtype=bool)])
+    shut = replay([one], 2 * K, [one.predicted], [np.zeros((40, LAYERS), dtype=bool)])
     assert shut.missed == shut.moved == replay([one], 2 * K, None).missed
+
+
+def test_a_gate_may_stop_one_layer():
+    one = trace(40)
+    half = np.tile([True, False], (40, 1))
+    by_layer = replay([one], 2 * K, [one.predicted], [half]).by_layer
+    assert by_layer[0] == 0 and by_layer[1] == replay([one], 2 * K, None).by_layer[1]
+
+
+def test_the_engine_s_gate_decides_in_replays():
+    lost = opened(trace(20, right=[True] * 6 + [False] * 14), 0.25, late=1)
+    assert lost[:6].all(), "in sync"
+    assert lost[6].tolist() == [True, False], "the layer that fetches in the step after knows"
+    assert not lost[10:].any()
+    assert opened(trace(20, right=[False] * 20), 0.0, late=1).all()
 
 
 def test_too_few_steps_are_refused():
@@ -190,7 +206,7 @@ def test_a_folder_of_recordings_becomes_a_report(tmp_path, capsys):
     selection = LAYERS * HEADS * K * 4096 / 1e3
     assert two["chain"]["missed_kb"] == pytest.approx(two["chain"]["missed"] * selection, abs=0.1)
     shown = capsys.readouterr().out
-    assert shown.count("| chain |") == 2 and "| chain, while in sync, 2 k |" in shown
+    assert shown.count("| chain |") == 2 and "| chain, floor 0.5, 2 k |" in shown
     assert (tmp_path / "report.md").read_text() == shown
 
 
