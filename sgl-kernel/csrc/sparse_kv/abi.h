@@ -36,12 +36,15 @@ struct SkvView {
 
 // Tables that one launch may edit: that of an append, and of two prefetches beside it.
 constexpr int64_t SKV_JOBS = 3;
+// Heads whose misses are moved by several blocks each.
+constexpr int64_t SKV_MOST_HEADS = 64;
 
 // Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order.
 struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
   int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks finished
   int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
+  int32_t* tasks;   // [SKV_MOST_HEADS][8] zero between calls: what blocks that help to move a head's misses are told
   int32_t* list;    // [SKV_JOBS][heads][list_width] entries that won their unit, where shared memory is too small
   int32_t* rows;    // [heads][list_width][4] units that append fetches, or that resolve brings again
   const int32_t* skip;  // [1] nonzero: copy no unit (the measurement of what transfers cost)

@@ -158,6 +158,14 @@ struct Launch {
   int overlap;  // let the kernel's launch overlap the end of the one before it
 };
 
+// While it lives, blocks start by number, as hardware has it: for kernels whose later blocks wait for earlier ones.
+struct InOrder {
+#ifdef SPARSE_KV_EMULATE
+  InOrder() { emulator::state.in_order = true; }
+  ~InOrder() { emulator::state.in_order = false; }
+#endif
+};
+
 #ifdef SPARSE_KV_EMULATE
 template <typename... Params, typename... Args>
 int launch(const Launch&, void (*kernel)(Params...), dim3 grid, int threads, size_t shared, Args... args) {

@@ -45,12 +45,18 @@ struct UnitRows {
   __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const { return locate(view, row); }
 };
 
-// A mover's own rows, then others.
+// Rows of two lists, one behind the other; item i of this mover is row first + i * stride of both.
 struct JoinedRows {
-  UnitRows own;
+  const int4* own;
+  int own_count;
   const int4* more;
-  int count;  // of both
-  __device__ __forceinline__ int4 load(int i) const { return i < own.count ? own.load(i) : __ldcg(more + i - own.count); }
+  int first;
+  int stride;
+  int count;
+  __device__ __forceinline__ int4 load(int i) const {
+    int row = first + i * stride;
+    return row < own_count ? __ldcg(own + row) : __ldcg(more + row - own_count);
+  }
   __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const { return locate(view, row); }
 };
 

@@ -8,9 +8,10 @@ __device__ __forceinline__ int* list_of(const SkvView& view, const SkvWork& work
   return work.list + (job * view.heads + head) * work.list_width;
 }
 
-// The last of a job's blocks publishes the number of units and leaves the counters as the next call expects them.
+// The last of a job's blocks publishes the number of units and leaves the counters as the next call expects them. After a
+// barrier, by the last thread, while the first warps have other things to do.
 __device__ __forceinline__ void publish(const SkvWork& work, int job, int blocks, int32_t* count) {
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != blockDim.x - 1) return;
   int32_t* cursor = work.cursor + 2 * job;
   __threadfence();
   if (atomicAdd(cursor + 1, 1) != blocks - 1) return;

@@ -54,6 +54,61 @@ __device__ __forceinline__ void write_page_table(const SkvView& view, const SkvR
   }
 }
 
+// A head's misses are moved by its own block and kMovers - 1 more: one block alone moves 18 GB/s, and often one head has
+// most of the misses. What the table's block tells the others:
+constexpr int kMovers = 3;
+enum Task { kReady, kFinished, kFirst, kKept, kForced, kTaskWords = 8 };
+
+__device__ __forceinline__ void announce(int32_t* task, int first, int kept, int forced) {
+  if (threadIdx.x != 0) return;
+  task[kFirst] = first;
+  task[kKept] = kept;
+  task[kForced] = forced;
+  __threadfence();
+  atomicExch(task + kReady, 1);
+}
+
+template <bool kBulk>
+__device__ __forceinline__ void move_part(const SkvView& view, const SkvWork& work, const SkvResolve& request, int head,
+                                          int part, int parts, int first, int kept, int forced, char* stages,
+                                          int num_stages, MoverScratch& mover) {
+  auto* units = reinterpret_cast<const int4*>(request.units) + first;
+  auto* again = reinterpret_cast<const int4*>(work.rows) + head * work.list_width;
+  JoinedRows rows{units, kept, again, part, parts, (kept + forced - part + parts - 1) / parts};
+  if (kBulk) {
+    if (warp_id() == 0) move_bulk(view, rows, stages, num_stages, mover, nullptr);
+  } else {
+    move_plain(view, rows, nullptr);
+  }
+  __syncthreads();
+}
+
+// A block that helps to move one head's misses, once it knows of any. Blocks of tables come first in the launch, so the
+// one that it waits for runs.
+template <bool kBulk>
+__device__ __forceinline__ void help(const SkvView& view, const SkvWork& work, const SkvResolve& request, int head,
+                                     int part, int parts, char* stages, int num_stages, MoverScratch& mover) {
+  __shared__ int told[3];
+  int32_t* task = work.tasks + head * kTaskWords;
+  if (threadIdx.x == 0) {
+    while (*static_cast<volatile int32_t*>(task + kReady) == 0) __nanosleep(64);
+    __threadfence();
+    for (int i = 0; i < 3; ++i) told[i] = __ldcg(task + kFirst + i);
+  }
+  __syncthreads();
+  int first = told[0], kept = told[1], forced = told[2];
+  if (kept + forced > part) {
+    if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
+    move_part<kBulk>(view, work, request, head, part, parts, first, kept, forced, stages, num_stages, mover);
+    if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
+  }
+  if (threadIdx.x != 0) return;
+  if (atomicAdd(task + kFinished, 1) != parts - 2) return;
+  atomicExch(task + kFinished, 0);
+  atomicExch(task + kReady, 0);
+}
+
+// One block per head, then those that help.
 template <bool kBulk>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     resolve_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
@@ -63,44 +118,45 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   __shared__ MoverScratch mover;
   begin_tally(scratch);
   wait_for_previous_kernel();
-  int head = blockIdx.x;
+  int heads = static_cast<int>(view.heads), head = blockIdx.x % heads, part = blockIdx.x / heads;
+  int parts = gridDim.x / heads;
   auto mode = static_cast<Mode>(request.mode);
   if (mode == kPrefetch) {
     plan_head(view, work, request, head, 0, scratch);
     return;
   }
-  int step = *request.step;
+  if (part > 0) {
+    help<kBulk>(view, work, request, head, part, parts, stages, num_stages, mover);
+    return;
+  }
+  int step = *request.step, skip = *work.skip, rate = *work.miss_rate;
   Entries entries{&request, view.heads, head, static_cast<int>(request.n * request.width), false, mode == kInstall};
-  int* list = list_of(view, work, 0, head);
-  auto* units = reinterpret_cast<int4*>(request.units);
-  auto* again = reinterpret_cast<int4*>(work.rows) + head * work.list_width;
-  bool move = request.move && !*work.skip;
-
-  if (move && *work.miss_rate > 0)
-    force_misses(view, entries, step, *work.miss_rate, request.tally, again, scratch);
   bool missing = claim_selection(view, entries, step, mode == kResolve && request.tally, mode == kResolve,
                                  request.slots, scratch);
+  bool move = request.move && !skip;
+  if (move && rate > 0) {
+    auto* again = reinterpret_cast<int4*>(work.rows) + head * work.list_width;
+    force_misses(view, entries, step, rate, request.tally, again, scratch);
+  }
   int forced = move ? scratch.forced : 0;
   move = move && (missing || forced > 0);
+  int32_t* task = work.tasks + head * kTaskWords;
   if (move && threadIdx.x == 0) atomicAdd(work.urgent, 1);  // now: prefetches leave the link while victims are chosen
   if (missing) {
-    hand_out(view, entries, work, step, mode, mode == kResolve, list, units, work.cursor, 0, scratch);
+    hand_out(view, entries, work, step, mode, mode == kResolve, list_of(view, work, 0, head),
+             reinterpret_cast<int4*>(request.units), work.cursor, 0, scratch);
+    if (parts > 1) announce(task, scratch.first, move ? scratch.kept : 0, forced);
     if (request.slots) write_slots(view, entries, request.slots, scratch);
+  } else if (parts > 1) {
+    announce(task, 0, 0, forced);
   }
   __syncthreads();
+  publish(work, 0, heads, request.count);
   if (request.indices) write_page_table(view, request, head);
   add_tally(view, scratch);
-  publish(work, 0, static_cast<int>(gridDim.x), request.count);
   if (!move) return;
-  UnitRows own{units, scratch.first, 1, scratch.kept};
-  JoinedRows rows{own, again, scratch.kept + forced};
-  if (kBulk) {
-    if (warp_id() != 0) return;
-    move_bulk(view, rows, stages, num_stages, mover, nullptr);
-  } else {
-    move_plain(view, rows, nullptr);
-    __syncthreads();
-  }
+  int first = missing ? scratch.first : 0;
+  move_part<kBulk>(view, work, request, head, 0, parts, first, scratch.kept, forced, stages, num_stages, mover);
   if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
 }
 
@@ -186,7 +242,9 @@ SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvRe
   int stages = bulk && args->move ? mover_stages(*view, where->device) : 0;
   size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);
   auto* kernel = bulk ? resolve_kernel<true> : resolve_kernel<false>;
-  return launch(*where, kernel, dim3(view->heads), kMaxThreads, shared, *view, *work, *args, stages);
+  [[maybe_unused]] InOrder in_order;
+  unsigned blocks = static_cast<unsigned>(view->heads) * (args->move && view->heads <= SKV_MOST_HEADS ? kMovers : 1);
+  return launch(*where, kernel, dim3(blocks), kMaxThreads, shared, *view, *work, *args, stages);
 }
 
 SKV_EXPORT int skv_invalidate(const SkvView* view, const SkvInts* pages, int64_t count, const Launch* where) {

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   wait_for_previous_kernel();
   Line line = line_of(args);
   bool active = args.active[line.n];
-  int64_t length = get(args.length, line.n);
+  int64_t length = get(args.length, line.n), kept = args.keep.data ? get(args.keep, line.n) : line.n;
   int span = active ? max(line.hi - line.lo, 0) : 0, words = (span + 31) / 32;
   int max_words = static_cast<int>((args.table_width + 31) / 32);
   // Shared memory: ranked pairs (later the chosen pages), bins, bits, places of words, keys.
@@ -309,7 +309,6 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
     ranked[place] = static_cast<unsigned long long>(keys[i]) << 32 | ~static_cast<uint32_t>(i);
   });
   __syncthreads();
-  int64_t kept = args.keep.data ? get(args.keep, line.n) : line.n;
   int32_t* predicted = args.predicted + kept * args.keep_stride + line.head * args.keep_stride_head;
   int parts = 1;
   while (parts < 32 && parts * 2 * chosen <= static_cast<int>(blockDim.x)) parts *= 2;

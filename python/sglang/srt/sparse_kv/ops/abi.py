@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+MOST_HEADS = 64  # whose misses are moved by several blocks each
 JOBS = 3  # tables that one append may edit: its own, and those of the prefetches beside it
 
 
@@ -30,7 +31,7 @@ View: Any = _struct(
     "kv:p slot_of:p page_of:p stamp:p ahead:p host:p landmarks:p counters:p heads:i slots:i pages:i page_size:i "
     "head_dim:i dtype:i landmark_dtype:i",
 )
-Work: Any = _struct("Work", "error:p cursor:p urgent:p list:p rows:p skip:p miss_rate:p list_width:i")
+Work: Any = _struct("Work", "error:p cursor:p urgent:p tasks:p list:p rows:p skip:p miss_rate:p list_width:i")
 Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "

@@ -24,6 +24,7 @@ class Workspace:
         self.cursor = torch.zeros(2 * abi.JOBS, dtype=torch.int32, device=device)
         self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
         self.urgent = torch.zeros(1, dtype=torch.int32, device=device)
+        self.tasks = torch.zeros(8 * abi.MOST_HEADS, dtype=torch.int32, device=device)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self.miss_rate = torch.zeros(1, dtype=torch.int32, device=device)
         self._buffers: dict[str, torch.Tensor] = {}
@@ -51,7 +52,7 @@ class Workspace:
         lists = self.buffer("list", abi.JOBS * heads * entries, torch.int32)
         rows = self.buffer("rows", heads * entries * 4, torch.int32)
         width = min(lists.numel() // abi.JOBS, rows.numel() // 4) // heads
-        used = (self.error, self.cursor, self.urgent, lists, rows, self.skip, self.miss_rate)
+        used = (self.error, self.cursor, self.urgent, self.tasks, lists, rows, self.skip, self.miss_rate)
         return abi.Work(*(t.data_ptr() for t in used), width)
 
     def reserve(self, requests: int, rows: int, heads: int, group: int, max_pages: int, width: int, chunk_pages: int):
@@ -78,6 +79,7 @@ class Workspace:
             self.cursor,
             self.tickets,
             self.urgent,
+            self.tasks,
             self.skip,
             self.miss_rate,
         ]
