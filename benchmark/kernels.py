@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from sglang.srt.sparse_kv import transfer as transfer_module
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, launching
-from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, Fetch, LayerView
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, Fetch, LayerView, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 HEADS, GROUP, DIM, PAGE, ROWS = 8, 4, 128, 16, 2
@@ -190,31 +191,57 @@ def bench_append() -> None:
 
 
 def bench_chain() -> None:
-    """append, score, select, resolve as a decode step issues them, all pages resident and then a few not."""
-    for overlap in (0, 1):
-        launching.OVERLAP_LAUNCHES = overlap
-        for n, length in ((1, 8192), (1, 32768), (1, 131072), (8, 32768), (32, 32768)):
-            batch = Batch(n, length)
-            layers = 32 if n == 1 else 8
-            slots = min(batch.pages + 8, 3 * n * SHAPE.width)
-            views = [layer(slots, batch.pages, HOST.get(batch.pages), batch.pages) for _ in range(layers)]
+    """A layer's operations around attention as a decode step issues them, all pages resident, between products that
+    stream weights through the second-level cache; without the time of the products alone.
+    """
+    launching.OVERLAP_LAUNCHES = 1
+    weights = [torch.randn((4096, 14336), device=DEVICE, dtype=DTYPE) for _ in range(3)]
+    transfers = {}
+    for transfer_module.BRANCH in ("none", "equal", "first"):
+        transfers[transfer_module.BRANCH] = transfer_module.StreamTransfer(DEVICE)
+    for n, length in ((1, 8192), (1, 32768), (4, 32768), (16, 32768), (22, 32768)):
+        batch = Batch(n, length)
+        layers = 16 if n == 1 else 6
+        slots = min(batch.pages + 8, 3 * n * SHAPE.width)
+        views = [layer(slots, batch.pages, HOST.get(batch.pages), batch.pages) for _ in range(layers)]
+        predicted = torch.full((n + 1, layers, HEADS, SHAPE.budget_pages), NONE, dtype=torch.int32, device=DEVICE)
+        rows, cap = torch.arange(1, n + 1, device=DEVICE), torch.full((1,), 128, dtype=torch.int32, device=DEVICE)
+        x = torch.randn((2 * n, 4096), device=DEVICE, dtype=DTYPE)
 
-            def body(views=views, batch=batch):
-                batch.clock.add_(1)
-                for view in views:
-                    cuda.append(view, batch.k[:, 0], batch.v[:, 0], batch.page, batch.offset, batch.active, batch.clock)
-                    found = cuda.score(batch.q, view.landmarks, batch.table, batch.lo, batch.hi, SCALE)
-                    chosen = cuda.select(found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages)
-                    cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
+        def products(x=x, layers=layers):
+            for i in range(layers):
+                x @ weights[i % 3]
 
-            try:
-                time_us = timed(body, per=layers)
-            except RuntimeError as error:
-                print(f"chain with overlap {overlap} failed: {error}")
-                continue
-            floor = batch.pages * HEADS * DIM * 2 / HBM * 1e6
-            record(f"chain {label(n, length)}{', launches overlap' if overlap else ''}", time_us, floor, "no misses")
-    launching.OVERLAP_LAUNCHES = 0
+        closed, kinds = batch.lengths // PAGE, [""]
+
+        def body(views=views, batch=batch, x=x, rows=rows, cap=cap, predicted=predicted, closed=closed, kinds=kinds):
+            transfer = transfers[kinds[0]]
+            batch.clock.add_(1)
+            for i, view in enumerate(views):
+                x @ weights[i % 3]
+                with transfer.branch():
+                    plan = Prefetch(views[i - 1], predicted[:, i - 1], batch.clock, cap, batch.table, closed, rows)
+                    kept = cuda.append(
+                        view,
+                        batch.k[:, 0],
+                        batch.v[:, 0],
+                        batch.page,
+                        batch.offset,
+                        batch.active,
+                        batch.clock,
+                        beside=[plan] if i else [],
+                    )
+                found = cuda.score(batch.q, view.landmarks, batch.table, batch.lo, batch.hi, SCALE)
+                keep = (predicted[:, i], rows)
+                chosen = cuda.select(found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep)
+                transfer.join_branch()
+                cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
+                del kept
+
+        alone = timed(products, per=layers)
+        for kind in transfers:
+            transfer_module.BRANCH = kinds[0] = kind
+            record(f"chain {label(n, length)}, branch {kind}", timed(body, per=layers) - alone, None, "no misses")
 
 
 def units_of(view: LayerView, count: int) -> Fetch:

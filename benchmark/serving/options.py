@@ -30,7 +30,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["dense", "sparse"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192], help="prompt tokens")
     parser.add_argument("--batches", nargs="+", default=["1", "4", "max"], help='streams, or "max"')
-    parser.add_argument("--policies", nargs="+", default=["default"], help="of policies.json, or key=value,…")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=["default"],
+        help="of policies.json, or key=value,…; NAME@4+16: at these batches only",
+    )
     parser.add_argument("--tokens", type=int, default=384, help="tokens each stream decodes")
     parser.add_argument("--warmup", type=int, default=128, help="tokens of each stream before counting")
     parser.add_argument("--temperature", type=float, default=0.6)
@@ -56,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-benchmark")
     options = parser.parse_args(argv)
     for policy in options.policies:
-        policies.resolve(policy)
+        policies.resolve(policy.partition("@")[0])
     for batch in options.batches:
         if batch != "max" and not (batch.isdigit() and int(batch)):
             parser.error(f'--batches has {batch!r}; use positive numbers or "max"')

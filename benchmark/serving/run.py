@@ -87,8 +87,11 @@ class Benchmark:
         """Keys of all cells of a variant, in the order in which they are measured."""
         found = []
         for tokens in [length] if length else self.options.lengths:
-            for policy in self.options.policies if variant != "dense" else ["default"]:
+            for choice in self.options.policies if variant != "dense" else ["default"]:
+                policy, _, only = choice.partition("@")
                 for batch in self.options.batches:
+                    if only and batch not in only.split("+"):
+                        continue
                     number: int | str = batch if batch == "max" else int(batch)
                     found.append(
                         {

@@ -49,7 +49,13 @@ class SparseKVRuntime:
             device=device,
         )
         self.cache = PageCache(
-            geometry, host, self.landmarks, plan.slots, config.residency, config.ring, both_modes=config.debug
+            geometry,
+            host,
+            self.landmarks,
+            plan.slots,
+            config.residency,
+            config.ring,
+            both_modes=config.debug and device.type == "cpu",
         )
         self.device = device
         if device.type == "cuda":

@@ -104,6 +104,7 @@ def cache_bytes(config: SparseKVConfig, geometry: Geometry, given: Given, reques
 
 def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
     """Splits what a rank has on a GPU. Raises ValueError, one sentence with numbers, when it is not enough."""
+    config = dataclasses.replace(config, debug=False)  # residency is part of the CUDA graphs: nothing to hold ready
     reasons = []
     if not given.fixed_host:
         host = fitting_host(config, geometry, given)

@@ -8,6 +8,7 @@ is joined before the forward ends: that is all an engine may rely on, and the od
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
@@ -15,6 +16,9 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 Copy = Callable[[], None]
+
+# How a branch runs on a GPU, for measurements: "first" where it meets other kernels, "equal" to them, "none": in line.
+BRANCH = os.environ.get("SPARSE_KV_BRANCH", "first")
 
 
 class TransferError(RuntimeError):
@@ -148,7 +152,7 @@ class StreamTransfer(Transfer):
         self.device = device
         self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
-        self.beside = torch.cuda.Stream(device, priority=-1)
+        self.beside = torch.cuda.Stream(device, priority=-1 if BRANCH == "first" else 0)
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
@@ -180,6 +184,9 @@ class StreamTransfer(Transfer):
 
     @contextlib.contextmanager
     def branch(self) -> Iterator[None]:
+        if BRANCH == "none":
+            yield
+            return
         forked = torch.cuda.Event()
         forked.record()
         with torch.cuda.stream(self.beside):
