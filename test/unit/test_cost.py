@@ -129,6 +129,12 @@ def test_whole_contexts_in_the_cache_move_nothing():
     assert cost.transfers(load(), cost.HIGH, 4, 8192, slots - 1) != cost.NOTHING
 
 
+def test_a_host_pool_in_the_cache_moves_nothing():
+    small = dataclasses.replace(load(), host_pages=3000)
+    assert cost.transfers(small, cost.HIGH, 50, 8192, 3000) == cost.NOTHING
+    assert cost.transfers(small, cost.HIGH, 50, 8192, 2999) != cost.NOTHING
+
+
 def test_without_residency_the_link_sets_the_pace():
     """268 MB and the forced pages a request and step, whatever the batch."""
     speeds = [cost.tokens_per_second(load(scoped=32), H200, cost.LOW, n, 32768, 1000) for n in (8, 16, 32)]

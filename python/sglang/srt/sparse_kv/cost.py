@@ -77,8 +77,8 @@ CURVES = (LOW, HIGH)
 class Load:
     """What one rank's steps work on.
 
-    geometry: max_pages etc. as planned. weights: bytes of this rank's, read in every step. rows: 1 or 2. scoped: layers
-    without a cache of their own.
+    weights: bytes of this rank's, read in every step. rows: 1 or 2. scoped: layers without a cache of their own.
+    host_pages: pages of the host pool, more than which all requests together never have.
     """
 
     geometry: Geometry
@@ -86,6 +86,7 @@ class Load:
     weights: int
     rows: int
     scoped: int = 0
+    host_pages: float = math.inf
 
     def width(self, context: int) -> int:
         """Pages in a selection at a context of so many tokens."""
@@ -125,7 +126,7 @@ def transfers(load: Load, curve: MissCurve, requests: int, context: int, slots: 
     selected = load.selected_bytes(requests, context)
     scoped = load.scoped / load.geometry.num_layers
     share = 0.0
-    if slots < requests * load.pages(context):  # else whole contexts are cached
+    if slots < min(requests * load.pages(context), load.host_pages):  # else whole contexts are cached
         share = miss_share(curve, slots / (requests * load.width(context)))
     moved = min(1.0, share * curve.extra)
     missed = share * curve.remaining

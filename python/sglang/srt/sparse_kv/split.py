@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,17 +61,17 @@ def fitting_host(config: SparseKVConfig, geometry: Geometry, given: Given) -> in
     return min(given.host, pages * geometry.page_bytes)
 
 
-def load_of(config: SparseKVConfig, geometry: Geometry, weights: int) -> cost.Load:
-    """What the cost model needs to know."""
+def load_of(config: SparseKVConfig, geometry: Geometry, weights: int, host: float = math.inf) -> cost.Load:
+    """What the cost model needs to know. weights, host: bytes."""
     resident = len(resident_layers(config.residency, geometry.num_layers))
-    return cost.Load(
-        geometry, planner.selection_shape(geometry, config), weights, config.rows, geometry.num_layers - resident
-    )
+    shape = planner.selection_shape(geometry, config)
+    pages = host // geometry.page_bytes - 1 if host < math.inf else math.inf  # one is the dummy's
+    return cost.Load(geometry, shape, weights, config.rows, geometry.num_layers - resident, pages)
 
 
 def speeds(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, context: int, slots: int):
     """(least, most) tokens a second that the miss curves promise to `requests` requests of `context` tokens."""
-    load = load_of(config, geometry, given.weights)
+    load = load_of(config, geometry, given.weights, given.host)
     found = [cost.tokens_per_second(load, given.device, curve, requests, context, slots) for curve in cost.CURVES]
     return min(found), max(found)
 
@@ -139,16 +140,7 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
             f"requests: {requests} of the {most} that fit, because more would wait for the link; "
             "set --max-running-requests to choose"
         )
-    if chosen.rows == 2:
-        both, one = (
-            _judge(option, geometry, given, requests, slots_of(option, geometry, given, requests))
-            for option in (chosen, dataclasses.replace(chosen, guide="none"))
-        )
-        if one > WORTH * both:
-            reasons.append(
-                f'rows: two, as set; with "guide": "none" {one:.0f} instead of {both:.0f} tokens/s are expected, '
-                "because there is little to predict"
-            )
+    reasons += _advice(chosen, geometry, given, requests)
     if auto and chosen.residency != 1.0:
         reasons.append(
             f"residency: {chosen.residency:.0%} of the layers keep a cache of their own, because GPU memory is short"
@@ -185,7 +177,7 @@ def estimate(
     by_host = plan.host_tokens // (-(-(context + 1) // page) * page)
     requests = max(1, min(plan.max_running_requests, by_host))
     low, high = speeds(config, geometry, given, requests, context, plan.slots)
-    load = load_of(config, geometry, given.weights)
+    load = load_of(config, geometry, given.weights, given.host)
     moved = cost.transfers(load, cost.HIGH, requests, context, plan.slots)
     parts = cost.compute_seconds(load, given.device, requests, context)
     parts["link"] = sum(cost.link_seconds(load, given.device, moved).values())
@@ -197,6 +189,30 @@ def estimate(
         "step_ms": round(1e3 * requests / low, 2),
         "slowest": max(parts, key=lambda name: parts[name]),
     }
+
+
+def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int) -> list[str]:
+    """What the user chose and the model finds slower than another choice."""
+
+    def speed(option: SparseKVConfig, number: int) -> float:
+        return _judge(option, geometry, given, number, slots_of(option, geometry, given, number))
+
+    said, here = [], speed(config, requests)
+    if given.fixed_running:
+        most, number = max((speed(config, n), n) for n in range(1, requests + 1))
+        if most > WORTH * here:
+            said.append(
+                f"requests: {requests}, as set; {number} would give {most:.0f} instead of {here:.0f} tokens/s with a "
+                "full host pool"
+            )
+    if config.rows == 2:
+        one = speed(dataclasses.replace(config, guide="none"), requests)
+        if one > WORTH * here:
+            said.append(
+                f'rows: two, as set; "guide": "none" would give {one:.0f} instead of {here:.0f} tokens/s with a full '
+                "host pool, because there is little to predict"
+            )
+    return said
 
 
 def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
