@@ -66,19 +66,19 @@ def test_a_prompt_beyond_the_host_pool_is_refused_with_both_numbers(served: Serv
     assert str(count) in text and str(limit) in text, text
 
 
-@pytest.mark.parametrize("count", [POOL - 100, POOL - 2 * PAGE, POOL // 2])
+@pytest.mark.parametrize("count", [POOL - 100, POOL - 2 * PAGE])
 @pytest.mark.parametrize("served", ["small-pool"], indirect=True)
 def test_generated_tokens_are_counted(served: Server, count: int):
     """What is asked for beyond the pool ends early and in order, whatever waits beside it."""
     replies: list[requests.Response] = []
     threads = [
-        threading.Thread(target=lambda seed=seed: replies.append(ask(served, count, 4000, seed))) for seed in (1, 2, 3)
+        threading.Thread(target=lambda seed=seed: replies.append(ask(served, count, 4000, seed))) for seed in (1, 2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [reply.status_code for reply in replies] == [200] * 3, [reply.text for reply in replies]
+    assert [reply.status_code for reply in replies] == [200] * 2, [reply.text for reply in replies]
     for reply in replies:
         meta = reply.json()["meta_info"]
         assert meta["finish_reason"]["type"] == "length"
@@ -88,7 +88,7 @@ def test_generated_tokens_are_counted(served: Server, count: int):
 
 @pytest.mark.parametrize("served", ["small-pool"], indirect=True)
 def test_three_times_the_pool_never_stalls(served: Server):
-    prompt, new, count = 192, 64, 3 * POOL // 256
+    prompt, new, count = 224, 32, 3 * POOL // 256
     progress, finished = [time.monotonic()], []
 
     def run(seed: int) -> None:
