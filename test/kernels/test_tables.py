@@ -271,3 +271,44 @@ def test_many_steps(engine):
     assert torch.equal(view.kv[head, slot].cpu(), view.host[page.cpu(), head.cpu()]), (
         "a unit's contents are not its page's"
     )
+
+
+def test_each_request_is_charged_for_its_own(engine):
+    """Units missing from a selection and from a prediction, by request slot; what two ask for is charged to both."""
+    n, heads, width, slots, pages = 4, 2, 9, 120, 200
+    for seed in range(3):
+        engine.seed(seed)
+        view = make_layer(seed, engine.device, heads, slots, pages, 16, 64, resident=0.5)
+        expected, before = copy_of(view), copy_of(view)
+        chosen = random_selection(seed, n, heads, width, pages, inactive=1)
+        owner = torch.tensor([5, 1, 3, 2])
+        account, known = (
+            torch.zeros(7, 2, dtype=torch.int32, device=engine.device),
+            torch.zeros(7, 2, dtype=torch.int32),
+        )
+        reference.resolve(expected, chosen, None, step_on("cpu"), fetched=known, owner=owner)
+        device = engine.device
+        cuda.resolve(view, chosen.to(device), None, step_on(device), fetched=account, owner=owner.to(device))
+        assert torch.equal(account.cpu(), known) and bool(known[:, 0].sum() > 0)
+
+        predicted = torch.full((7, heads, width), NONE, dtype=torch.int32)
+        predicted[owner] = torch.randint(0, 12, (n, heads, width), dtype=torch.int32)
+        table = torch.randint(1, pages, (n, 16), dtype=torch.int32)
+        closed = torch.full((n,), 14)
+        for step, cap in ((STEP, 4), (STEP + 1, -1)):
+            reference.plan_prefetch(
+                expected, predicted, None, step_on("cpu", step), cap_on("cpu", cap), table, closed, owner, known
+            )
+            cuda.plan_prefetch(
+                view,
+                predicted.to(device),
+                None,
+                step_on(device, step),
+                cap_on(device, cap),
+                table.to(device),
+                closed.to(device),
+                owner.to(device),
+                account,
+            )
+            assert torch.equal(account.cpu(), known) and bool(known[:, 1].sum() > 0)
+        same_tables(view, expected, before)

@@ -176,3 +176,21 @@ def test_shuffled_predictions_lose_their_use():
         return totals(rig)["useful"]
 
     assert useful(1) < 0.5 * useful(0)
+
+
+def test_requests_are_charged_for_what_was_fetched_for_them():
+    rig = Rig(seed=5, layers=3, pages=120, context=300, requests=2, guide="chain")
+    for req, length in ((1, 200), (2, 150)):
+        rig.start(req)
+        rig.extend({req: length})
+    rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width})
+    rig.runtime.reset_counters()
+    for _ in range(6):
+        rig.decode([1, 2])
+    own, total = rig.runtime.fetched, rig.runtime.summary()["total"]
+    assert bool((own[1:] > 0).all()) and bool((own[0] == 0).all())
+    # Beside the selections, open pages are fetched; predicted units find no slot where all are in use.
+    assert int(own[:, 0].sum()) <= total["missed"] and int(own[:, 1].sum()) >= total["prefetched"]
+    assert int(own[:, 0].sum()) == total["selected"] - total["hit"]
+    rig.extend({1: 3})
+    assert own[1].tolist() == [0, 0] and bool((own[2] > 0).all())

@@ -23,7 +23,7 @@ FLOORS = (
     {"runtime"},
     {"sizing", "host_pool", "decode", "prefill"},
     {"attention"},
-    {"algorithm", "worker", "guide", "sampling"},
+    {"algorithm", "worker", "guide", "sampling", "request_info"},
     {"refusals", "model_shape"},
     {"plugin", "arguments", "launch"},
     {"command", "doctor", "doctor_gpu"},

@@ -17,6 +17,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.sparse_kv import sampling, worker
 from sglang.srt.sparse_kv.gate import EARLY, LATE, Gate
 from sglang.srt.sparse_kv.history import TokenHistory
+from sglang.srt.sparse_kv.request_info import ASK, KEYS
 from sglang.srt.sparse_kv.worker import LOOK_AHEAD_MIN_TOKENS, DualDecodeWorker, DualDraftInput
 
 VOCAB, SLOTS, TOKENS, PAGE = 97, 6, 128, 16
@@ -38,6 +39,7 @@ class Runtime:
         self.history = TokenHistory(SLOTS, TOKENS, "cpu")
         self.hits, self.steps, self.flushes = [], 0, 0
         self.recorder, self.records = None, []
+        self.fetched = torch.zeros(SLOTS, 2, dtype=torch.int32)
 
     def note_guides(self, guess, tokens):
         pairs = zip(guess.tolist(), tokens.tolist(), strict=True)
@@ -198,7 +200,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(upstream, "get_exec", lambda: context)
 
 
-def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max_new_tokens=LONG, **params):
+def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max_new_tokens=LONG, asks=False):
     sampling_params = SimpleNamespace(
         frequency_penalty=0.0,
         presence_penalty=0.0,
@@ -206,6 +208,7 @@ def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max
         sampling_seed=seed,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        custom_params={ASK: True} if asks else None,
     )
     tokens = list(prompt)
     return SimpleNamespace(
@@ -219,6 +222,9 @@ def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max
         top_k=1 if greedy else TOP_K_ALL,
         sampling_params=sampling_params,
         grammar=None,
+        customized_info=None,
+        is_retracted=False,
+        finished=lambda: False,
     )
 
 
@@ -620,3 +626,69 @@ def test_the_relay_carries_last_tokens_under_overlap():
     running.filter_batch(torch.tensor([2, 0]), [2, 0])
     running.merge_batch(joined)
     assert running.future_indices.tolist() == [9, 7, 5]
+
+
+# ---------------------------------------------------------------- a request's own figures
+
+
+def told(rig, result):
+    """What SGLang does with a result before it hands out the tokens."""
+    if result.indexer_topk_output is not None:
+        result.indexer_topk_output.map_device_tensors(lambda tensor: tensor.to("cpu", non_blocking=True))
+        rig.runtime.fetched += 100  # the next step is under way
+        rig.runtime.fetched -= 100
+        result.indexer_topk_output.finalize()
+
+
+@pytest.mark.parametrize("guide, hits", [("forced", 1), ("none", 0)])
+def test_a_request_that_asks_is_told_what_each_token_cost(guide, hits):
+    rig = Rig(guide)
+    one, two = request(3, asks=True), request(1, prompt=(8, 8, 1, 40))
+    assert rig.prefill(one, two).indexer_topk_output is None
+    costs = [(5, 2), (0, 0), (7, 1)]
+    for missed, ahead in costs:
+        rig.runtime.fetched[3] += torch.tensor([missed, ahead], dtype=torch.int32)
+        rig.runtime.fetched[1] += 50
+        result = rig.decode()
+        one.output_ids.pop(), two.output_ids.pop()  # SGLang appends them after it was told
+        told(rig, result)
+        one.output_ids.append(one.tokens[-1]), two.output_ids.append(two.tokens[-1])
+    # The first token came from the prefill.
+    assert one.customized_info == dict(zip(KEYS, [[0, 5, 0, 7], [0, 2, 0, 1], [0, hits, hits, hits]]))
+    assert all(len(values) == len(one.output_ids) for values in one.customized_info.values())
+    assert two.customized_info is None
+
+
+def test_nobody_asks_and_nothing_is_copied():
+    rig = Rig()
+    one = request(3, asks=True)
+    rig.prefill(one)
+    assert rig.decode().indexer_topk_output is not None
+    rig.running.clear()
+    rig.prefill(request(1))
+    assert rig.decode().indexer_topk_output is None
+    rig.running.clear()
+    rig.prefill(request(3))  # the next owner of the slot
+    assert not rig.worker._informed and rig.decode().indexer_topk_output is None
+
+
+def test_a_finished_request_gets_no_figure_for_the_step_too_many():
+    rig = Rig()
+    one = request(3, asks=True)
+    rig.prefill(one)
+    result = rig.decode()
+    one.finished = lambda: True
+    told(rig, result)
+    assert one.customized_info is None
+
+
+def test_the_place_in_sglangs_results_is_there():
+    """Copied beside the tokens, then told: by the source of SGLang's own functions."""
+    import inspect
+
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+
+    assert "self.indexer_topk_output," in inspect.getsource(GenerationBatchResult.copy_to_cpu)
+    source = inspect.getsource(SchedulerBatchResultProcessor.process_batch_result_decode)
+    assert source.index("copy_done.synchronize()") < source.index("indexer_topk_output.finalize()")
+    assert source.index("indexer_topk_output.finalize()") < source.index("req.output_ids.extend")

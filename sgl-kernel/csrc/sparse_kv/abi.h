@@ -67,6 +67,8 @@ struct SkvResolve {
   int32_t* count;         // [1] result
   const int32_t* step;    // [1]
   const int32_t* cap;     // [1] prefetch: units per request and head, negative for none at all
+  int32_t* fetched;       // [request slots][2] missing units of resolve and of prefetch are added up, or null
+  SkvInts owner;          // [n] the request slot of each
   SkvInts num_pages;      // [n] for the page table below
   SkvInts last_tokens;    // [n] likewise
   int32_t* indptr;        // [n * heads + 1] the page table of attention, as in SkvAttend, or null

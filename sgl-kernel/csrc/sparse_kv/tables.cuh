@@ -138,6 +138,11 @@ __device__ __forceinline__ void claim(int* slot_of, int page, int entry, bool mi
   atomicMin(slot_of + page, kClaim + entry);
 }
 
+// Adds a missing unit to its request's account.
+__device__ __forceinline__ void charge(const SkvResolve& request, int n, int column) {
+  if (request.fetched) atomicAdd(request.fetched + 2 * get(request.owner, n) + column, 1);
+}
+
 // Stamps what is resident (unless told not to) and claims what is not. True when a unit is missing. Ends with a barrier.
 __device__ __forceinline__ bool claim_selection(const SkvView& view, const Entries& entries, int step, bool tally,
                                                 bool stamp, int* slots, TableScratch& scratch) {
@@ -164,7 +169,9 @@ __device__ __forceinline__ bool claim_selection(const SkvView& view, const Entri
       if (stamp && slot[j] >= 0) view.stamp[base + slot[j]] = step;
       if (ahead[j]) useful += take_ahead(view, base + slot[j]);
       if (slots && e < entries.count) slots[entries.result(e)] = max(slot[j], kNone);
-      claim(slot_of, page[j], e, page[j] >= 0 && slot[j] < 0, scratch);
+      bool missing = page[j] >= 0 && slot[j] < 0;
+      claim(slot_of, page[j], e, missing, scratch);
+      if (missing) charge(*entries.request, entries.request_of(e), 0);
     }
   }
   if (tally) {
@@ -199,6 +206,7 @@ __device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entri
         unsigned votes = __ballot_sync(kAll, missing);
         bool within = missing && seen + __popc(votes & lanes_below()) < cap;
         claim(slot_of, page[j], (first + j * 32 + lane_id()) * requests + n, within, scratch);
+        if (within) charge(*entries.request, n, 1);
         if (slot[j] >= 0) atomicMax(view.stamp + base + slot[j], step);
         seen += __popc(votes);
       }

@@ -47,7 +47,16 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     keep = (runtime.predicted[:, layer], step.req)
     selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep)
     runtime.transfer.join_branch()
-    slots, fetch = ops.resolve(view, selection.pages, None, runtime.clock, inputs=inputs, num_pages=selection.num_pages)
+    slots, fetch = ops.resolve(
+        view,
+        selection.pages,
+        None,
+        runtime.clock,
+        inputs=inputs,
+        num_pages=selection.num_pages,
+        fetched=runtime.fetched,
+        owner=step.req,
+    )
     schedule.fetch_now(layer, view, fetch)
     if runtime.recorder is not None:
         runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])

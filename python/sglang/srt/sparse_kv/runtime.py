@@ -81,6 +81,8 @@ class SparseKVRuntime:
         self._set_caps()
         self.recorder = Recorder(config.record, geometry.page_size, geometry.unit_bytes) if config.record else None
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
+        # Of each request slot since its prefill: units waited for, units fetched ahead.
+        self.fetched = torch.zeros((geometry.max_requests + 1, 2), dtype=torch.int32, device=device)
         self.steps = 0
         self.tokens_stored = self.tokens_staged = 0  # whose K/V went to the host; came from there for prefill
         self.read = metrics.Reader(device)
@@ -115,6 +117,7 @@ class SparseKVRuntime:
     def reset_requests(self, req: torch.Tensor) -> None:
         """Forgets predictions of request slots, int [N]: their owner may have changed."""
         self.predicted[req] = NONE
+        self.fetched[req] = 0
 
     def note_guides(self, guess: torch.Tensor, tokens: torch.Tensor) -> None:
         """Counts right guesses. int [N] each: guesses, negative where there was none, and what was drawn."""

@@ -94,13 +94,13 @@ class Schedule:
         closed = step.closed_pages if layer in runtime.cache.scoped else self._closed[when]
         index = step.req.roll(1, 0) if runtime.policy.shuffle_predictions else step.req
         view, predicted = runtime.cache.views[layer], runtime.predicted[:, layer]
-        return Prefetch(view, predicted, stamp, runtime.prefetch_cap, step.table, closed, index)
+        return Prefetch(view, predicted, stamp, runtime.prefetch_cap, step.table, closed, index, runtime.fetched)
 
     def _prefetch(self, layer: int, step: DecodeStep) -> None:
         """Fetches what the step before predicted for this one."""
         plan = self._plan(layer, step, self.runtime.clock_before, LATE)
         fetch = self.runtime.ops.plan_prefetch(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
         )
         self._submit(layer, plan.view, fetch)
 

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.sparse_kv import guide, sampling
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
+from sglang.srt.sparse_kv.request_info import StepInfo, asks
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -114,6 +115,7 @@ class DualDecodeWorker(BaseSpecWorker):
         self.device = target_worker.model_runner.device
         self._noise_seeds = sampling.NoiseKeys(self.config.seed, server_args.random_seed)
         self._started: set[int] = set()  # slots prefilled since the last decode step
+        self._informed: dict[int, tuple[int, int]] = {}  # slots of requests that want to know what they cost
 
     # ------------------------------------------------------------------ life
 
@@ -145,6 +147,7 @@ class DualDecodeWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """The scheduler flushed its caches: no request is alive and no page keeps its contents."""
         self._started.clear()
+        self._informed.clear()
         self.guide_state.reset()
         self.runtime.gate.reset()
         self.runtime.flush()
@@ -221,7 +224,7 @@ class DualDecodeWorker(BaseSpecWorker):
         if self._coupled and not info.is_all_greedy:
             sampling.couple(info, self._noise_keys[slots])
 
-        guess_mask = None
+        guess = guess_mask = None
         if self.rows == 2:
             if self.runtime.history is not None:
                 self.runtime.history.append(slots, batch.seq_lens, tokens)
@@ -256,6 +259,9 @@ class DualDecodeWorker(BaseSpecWorker):
         self.runtime.end_step(len(batch.reqs), record)
 
         result.next_token_ids = next_tokens
+        if self._informed:
+            told = StepInfo(batch.reqs, result, self.runtime.fetched, guess, self._informed)
+            result.indexer_topk_output = told if told.rows else None
         result.accept_lens = self._ones[: len(next_tokens)]
         result.speculative_num_draft_tokens = 1  # tokens per request in next_token_ids
         result.new_seq_lens = new_seq_lens
@@ -323,6 +329,9 @@ class DualDecodeWorker(BaseSpecWorker):
                 # All of a prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
                 self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
             self._started.discard(req.req_pool_idx)
+            self._informed.pop(req.req_pool_idx, None)
+            if asks(req):
+                self._informed[req.req_pool_idx] = (0, 0)
             limit = param.max_new_tokens
             if self.rows == 2 and (limit is None or limit - len(req.output_ids) >= LOOK_AHEAD_MIN_TOKENS):
                 self._started.add(req.req_pool_idx)

@@ -256,6 +256,8 @@ def resolve(
     count: bool = True,
     inputs: Inputs | None = None,
     num_pages=None,
+    fetched=None,
+    owner=None,
     move: bool = False,
 ):
     """As reference.resolve. Also writes the page table of `inputs`. move: bring the missing units too, so that `gather`
@@ -264,6 +266,7 @@ def resolve(
     n, heads, width = pages.shape
     slots = torch.empty((n, heads, width), dtype=torch.int32, device=pages.device)
     fields: dict[str, Any] = {"slots": pointer(slots), "tally": int(count), "move": int(move)}
+    fields |= _account(fetched, owner)
     if inputs is not None:
         plan = inputs.plan
         fields |= {
@@ -276,17 +279,25 @@ def resolve(
     return slots, _edit(view, request)
 
 
-def plan_prefetch(view: LayerView, pages, tokens, step, cap, table=None, closed=None, index=None) -> DeviceFetch:
+def _account(fetched: torch.Tensor | None, owner) -> dict[str, Any]:
+    if fetched is None:
+        return {}
+    return {"fetched": pointer(contiguous(fetched, "fetched", torch.int32)), "owner": ints(owner, "owner")}
+
+
+def plan_prefetch(
+    view: LayerView, pages, tokens, step, cap, table=None, closed=None, index=None, fetched=None
+) -> DeviceFetch:
     """As reference.plan_prefetch; the rows of `pages` may be strided."""
-    return _edit(view, _plan(view, pages, tokens, step, cap, table, closed, index))
+    return _edit(view, _plan(view, pages, tokens, step, cap, table, closed, index, fetched))
 
 
-def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index):
+def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetched):
     n = pages.shape[0] if index is None else index.shape[0]
     width = pages.shape[2]
     if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
         pages, tokens = pages.contiguous(), None if tokens is None else tokens.contiguous()
-    fields: dict[str, Any] = {"cap": pointer(contiguous(cap, "cap", torch.int32))}
+    fields: dict[str, Any] = {"cap": pointer(contiguous(cap, "cap", torch.int32)), **_account(fetched, index)}
     if table is not None:
         table = contiguous(table, "table", torch.int32)
         fields |= {"table": pointer(table), "table_width": table.shape[1], "closed": ints(closed, "closed")}
@@ -423,7 +434,7 @@ def append(
     entries = max(n, 1)
     for plan in beside:
         request, plan.fetch = _plan(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
         )
         others += [view_of(plan.view), request]
         entries = max(entries, request.n * request.width)

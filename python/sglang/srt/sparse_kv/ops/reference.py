@@ -56,6 +56,7 @@ class Prefetch:
     table: torch.Tensor | None = None
     closed: torch.Tensor | None = None
     index: torch.Tensor | None = None
+    fetched: torch.Tensor | None = None
     fetch: Fetch | None = None
 
 
@@ -279,13 +280,24 @@ def _enter_missing(view: LayerView, missing, pages, tokens, step: torch.Tensor, 
     return _enter(view, *_distinct(view, missing, pages, tokens, by_rank=ahead), step, ahead, must=not ahead)
 
 
-def resolve(view: LayerView, pages, tokens, step: torch.Tensor, count: bool = True, inputs=None, num_pages=None):
+def resolve(
+    view: LayerView,
+    pages,
+    tokens,
+    step: torch.Tensor,
+    count: bool = True,
+    inputs=None,
+    num_pages=None,
+    fetched=None,
+    owner=None,
+):
     """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
 
     pages int32 [N, H, C], NONE for padding and padded rows; tokens int32 [N, H, C] committed tokens of each page, None
     when all are full; step int32 [1].
     A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it
-    attends. inputs: of attend_inputs, for selections of num_pages int [N] pages a row.
+    attends. inputs: of attend_inputs, for selections of num_pages int [N] pages a row. fetched: int32 [slots, 2], where
+    each request's missing units are added in column 0, in the row owner[i] int [N].
     Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
     slots = _slots_of(view, pages)
@@ -299,19 +311,36 @@ def resolve(view: LayerView, pages, tokens, step: torch.Tensor, count: bool = Tr
     if count:
         view.counters[SELECTED] += valid.sum()
         view.counters[HIT] += slot.numel()
-    fetch = _enter_missing(view, valid & (slots < 0), pages, tokens, step, ahead=False)
+    missing = valid & (slots < 0)
+    if fetched is not None:
+        _charge(fetched[:, 0], owner, missing)
+    fetch = _enter_missing(view, missing, pages, tokens, step, ahead=False)
     return _slots_of(view, pages) if fetch.units.shape[0] else slots, fetch
 
 
+def _charge(account: torch.Tensor, owner: torch.Tensor, missing: torch.Tensor) -> None:
+    """Adds each request's units marked in `missing`, bool [N, H, C], to account[owner[i]], int32 [slots]."""
+    account.index_add_(0, owner.long(), missing.sum((1, 2), dtype=account.dtype))
+
+
 def plan_prefetch(
-    view: LayerView, pages, tokens, step: torch.Tensor, cap: torch.Tensor, table=None, closed=None, index=None
+    view: LayerView,
+    pages,
+    tokens,
+    step: torch.Tensor,
+    cap: torch.Tensor,
+    table=None,
+    closed=None,
+    index=None,
+    fetched=None,
 ) -> Fetch:
     """Enters predicted units that are not resident, best rank first, as far as slots with stamp < step reach.
 
     pages int32 [N, H, K] in order of rank, NONE padded; tokens int32 [N, H, K] of each, None when all are full.
     With `table` int32 [N, MP] the pages are logical, and those at or beyond `closed` int [N] are skipped; with `index`
     int [N], request i's pages are pages[index[i]]. cap: int32 [1], units fetched at most per request and head.
-    Resident units are stamped, so that what is predicted stays. A negative cap switches all of this off.
+    Resident units are stamped, so that what is predicted stays. A negative cap switches all of this off. fetched: int32
+    [slots, 2], where the units within the cap are added in column 1, in the row index[i].
     """
     if int(cap) < 0:
         return Fetch(cap.new_zeros((0, 4)), cap.new_zeros(1))
@@ -325,6 +354,8 @@ def plan_prefetch(
     view.stamp[head, slot] = view.stamp[head, slot].clamp(min=step)
     missing = (pages >= 0) & (slots < 0)
     missing &= missing.cumsum(-1) <= cap
+    if fetched is not None:
+        _charge(fetched[:, 1], index, missing)
     return _enter_missing(view, missing, pages, tokens, step, ahead=True)
 
 
@@ -418,7 +449,7 @@ def append(
     write_token(view, k, v, page, slots[..., 0], offset, active, through)
     for plan in beside:
         plan.fetch = plan_prefetch(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
         )
     return slots[..., 0]
 
