@@ -38,7 +38,7 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(pool(16384, 8)),
     # The one server of the fast tier: policies are switched at run time. At budget 2048 every context of that tier is
     # attended whole; smaller budgets are a policy.
-    "sparse": _sparse(2048, requests=8, debug=True),
+    "sparse": _sparse(2048, requests=8, flags=("--enable-metrics",), debug=True),
     # A host pool of two requests and not one slot more than the capacity rule asks for two of them.
     "pair": _sparse(PAIR_BUDGET, PAIR_TOKENS, requests=2, debug=True),
     # The rest belongs to the slow tier. Started as users start them: without run-time policy, each with one setting.

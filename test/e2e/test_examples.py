@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +42,51 @@ def test_agent_calls_its_tool(server_url):
     assert result["prompt_tokens"] == sorted(set(result["prompt_tokens"])), "each turn continues the last"
 
 
-@pytest.mark.parametrize("name", ["fork_select", "agent"])
+def test_a_chat_is_streamed(server_url):
+    result = load("chat_stream").run(server_url, "What is the capital of France?", tokens=24)
+    assert "Paris" in result["text"] and result["tokens"] > 1
+    assert result["pieces"] > 1 and result["first_token_seconds"] > 0 and result["tokens_per_second"] > 0
+
+
+def test_every_question_is_asked_of_every_document(server_url):
+    program = load("batch_qa")
+    paths = sorted((EXAMPLES / "minutes").glob("*.txt"))
+    found = program.run(server_url, paths, program.QUESTIONS[:2])
+    assert list(found) == ["garden.txt", "harbour.txt"]
+    assert all(list(answers) == list(program.QUESTIONS[:2]) and all(answers.values()) for answers in found.values())
+    assert "Ruth Calloway" in found["garden.txt"]["Who is the chair?"]
+    assert "Okafor" in found["harbour.txt"]["Who is the chair?"]
+
+
+def test_a_coding_agent_reads_files_and_answers(server_url, tmp_path):
+    (tmp_path / "area.py").write_text("def area(width, height):\n    return width * height\n")
+    (tmp_path / "greet.py").write_text("def greet(name):\n    return f'Hello, {name}!'\n")
+    result = load("code_agent").run(server_url, tmp_path, ["What does greet.py do?", "And area.py?"], most_files=2)
+    assert set(result["read"]) <= {"area.py", "greet.py"} and len(result["read"]) == len(set(result["read"]))
+    assert len(result["answers"]) == 2 and all(result["answers"])
+    assert result["prompt_tokens"] == sorted(set(result["prompt_tokens"])), "each turn continues the last"
+
+
+def test_an_agent_without_files_says_so(server_url, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no file that matches \*\.py"):
+        load("code_agent").run(server_url, tmp_path, ["What is here?"])
+
+
+@pytest.mark.parametrize("name", ["fork_select", "agent", "chat_stream", "batch_qa"])
 def test_from_the_command_line(server_url, name):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", server_url]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "Oslo" in result.stdout or "1874" in result.stdout
+    assert any(word in result.stdout for word in ("Oslo", "1874", "Paris", "Calloway"))
+
+
+@pytest.mark.slow
+def test_offline(demo_model):
+    command = [sys.executable, str(EXAMPLES / "offline.py"), "--model-path", demo_model]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    said = json.loads(result.stdout[result.stdout.index("{\n") :])
+    assert len(said["texts"]) == 7 and all(said["texts"]) and 0 < said["hit"] <= 1
 
 
 def test_agent_says_what_came_instead_of_a_call():
