@@ -14,7 +14,7 @@ COLOURS = {
     ATTENTION: "#66c2a5",
     AHEAD: "#e78ac3",
 }
-LEFT, WIDTH, ROW, TOP = 150, 820, 30, 34
+LEFT, WIDTH, ROW, TOP = 165, 800, 30, 34
 
 
 def svg(events: list[Event], step: int, first: int, count: int, title: str) -> str:
@@ -51,5 +51,6 @@ def svg(events: list[Event], step: int, first: int, count: int, title: str) -> s
     axis = TOP + ROW * len(LANES) + 16
     for tick in range(6):
         x = LEFT + WIDTH * tick / 5
-        parts.append(f'<text x="{x:.0f}" y="{axis}" text-anchor="middle">{(end - begin) * tick / 5000:.2f} ms</text>')
+        anchor = "end" if tick == 5 else "middle"
+        parts.append(f'<text x="{x:.0f}" y="{axis}" text-anchor="{anchor}">{(end - begin) * tick / 5000:.3g} ms</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -1,7 +1,7 @@
 """From a torch profile of decode steps to lanes, each event with its step and layer.
 
 On CUDA the events are kernels, ours known by their names. On the CPU engine they are our operations, one after another:
-what lies between two of them is the model.
+what lies between a layer's attention and the next operation is the model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _of_operations(spans: Iterable[dict[str, Any]]) -> list[Event]:
             lane = TABLE if before == "resolve" or (busy_until and span["ts"] < busy_until) else AHEAD
         else:
             before = name
-        if busy_until and span["ts"] > busy_until:
+        if busy_until and span["ts"] > busy_until and events[-1].name == "attend":
             events.append(Event("model", MODEL, busy_until, span["ts"]))
         events.append(Event(name, lane, span["ts"], span["ts"] + span["dur"]))
         busy_until = max(busy_until or 0.0, span["ts"] + span["dur"])

@@ -243,7 +243,7 @@ class DualDecodeWorker(BaseSpecWorker):
         logits = result.logits_output.next_token_logits
         next_tokens = self._sample(result, forward_batch, batch.seq_lens)
 
-        if self.rows == 2:
+        if guess is not None:
             info.grammar_mask = guess_mask() if guess_mask is not None else None
             # The penalties of this step lag the row's own token by one under overlap; so will those of the next.
             uncounted = tokens if batch.enable_overlap else next_tokens
