@@ -74,9 +74,10 @@ def test_ten_pairs(pair):
     heads = shape.layers * max(1, shape.kv_heads // tp)
     assert plan.host_bytes == plan.host_tokens * heads * 2 * shape.head_dim * 2, "K and V of every layer and head"
     assert plan.device_bytes["landmarks"] == (plan.host_tokens // 16 + 1) * heads * shape.head_dim * 2
-    assert plan.max_running_requests == requests
+    # Scratch and tables come and go with the kernels, and a request more or less with them.
+    assert abs(plan.max_running_requests - requests) <= max(1, 0.02 * requests)
     slot = heads * (2 * 16 * shape.head_dim * 2 + 9)
-    assert requests == 400 or plan.slots < (requests + 1) * 135 + 128 + 4 * memory / 100 / slot, (
+    assert requests == 400 or plan.slots < (plan.max_running_requests + 1) * 135 + 128 + 4 * memory / 100 / slot, (
         "one more does not fit, within scratch"
     )
     left = memory - sum(plan.outside.values()) - sum(plan.device_bytes.values())
@@ -89,11 +90,26 @@ def at(rows, context):
 
 
 def check(plan: planner.Plan, memory: int) -> None:
-    """Nothing beyond what was given, and the capacity rule."""
-    assert sum(plan.outside.values()) + sum(plan.device_bytes.values()) <= memory
-    max_pages = 10**9  # of no account below the width
-    assert plan.slots >= planner.needed_slots(plan.max_running_requests, plan.shape, max_pages, plan.prefetch_headroom)
+    """Nothing beyond what was given, and the capacity rule, both by arithmetic of their own."""
+    assert sum(plan.outside.values()) + sum(plan.device_bytes.values()) <= memory, "more than there is"
+    selection = plan.shape.budget_pages + plan.shape.sink_pages + plan.shape.window_pages
+    assert plan.slots >= plan.max_running_requests * (selection + 1) + plan.prefetch_headroom, "the capacity rule"
     assert plan.max_running_requests >= 1 and plan.host_tokens >= 2 * plan.shape.page_size
+
+
+def test_a_broken_rule_is_noticed(monkeypatch):
+    monkeypatch.setattr(planner, "needed_slots", lambda requests, *rest: requests)
+    monkeypatch.setattr(planner, "largest_batch", lambda slots, *rest: slots)
+    result = command.plan(options("llama-3.1-8b", "rtx 4090", max_running_requests=300))
+    with pytest.raises(AssertionError, match="the capacity rule"):
+        check(result["plan"], result["gpu_memory"])
+
+
+def test_a_byte_too_many_is_noticed(monkeypatch):
+    monkeypatch.setattr(planner, "slot_bytes", lambda geometry, config: 2**20)
+    result = command.plan(options("llama-3.1-8b", "rtx 4090", max_running_requests=300))
+    with pytest.raises(AssertionError, match="more than there is"):
+        check(result["plan"], result["gpu_memory"])
 
 
 SITUATIONS = {
