@@ -19,7 +19,8 @@ def smallest_cache(budget: int, requests: int, **config) -> int:
     shape = SelectionShape.from_tokens(PAGE, settings.budget, settings.sinks, settings.window)
     geometry = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
     headroom = -(-int(settings.prefetch_cap * shape.budget_pages * 1000) // 1000)
-    slots = planner.needed_slots(requests, shape, max_pages=8192 // PAGE, headroom=headroom)
+    most = -(-(8192 + 8) // PAGE) + 1  # pages of the longest request, as the planner counts them
+    slots = planner.needed_slots(requests, shape, max_pages=most, headroom=headroom)
     return slots * planner.slot_bytes(geometry, settings)
 
 
