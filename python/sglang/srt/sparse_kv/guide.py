@@ -197,5 +197,6 @@ def warm_up(guide: Guide, gate: Gate, floor: float) -> None:
     for rows in (1, 2):  # the compiler treats one row as a case of its own
         slots = torch.zeros(rows, dtype=torch.int64, device=gate.open.device)
         guess, in_sync = begin(guide, gate, slots, slots, floor)
-        end(guide, gate, slots, in_sync, guess, slots.int(), slots.int(), floor)
+        for drawn in (slots, slots.int()):  # greedy tokens come as int64, sampled ones as int32
+            end(guide, gate, slots, in_sync, guess, drawn, drawn, floor)
     gate.open[:, 0] = True
