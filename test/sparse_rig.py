@@ -160,7 +160,7 @@ class Rig:
             pages = sorted(forced | set(chosen))
             tokens = torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
             for row in range(queries.shape[0]):
-                if row == 1 and self.config.guide_attends == "own":
+                if row == 1 and self.runtime.policy.guide_attends == "own":
                     tokens = self._own_tokens(queries[1, h], keys[:, h], length)
                 ks, vs = keys[tokens, h], values[tokens, h]
                 if row == 1:

@@ -37,7 +37,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--config", type=json.loads, default={}, help="more --sparse-kv-config (JSON)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--guides", nargs="+", choices=record.GUIDES, default=list(record.GUIDES))
+    parser.add_argument(
+        "--guides",
+        nargs="+",
+        choices=record.GUIDES,
+        default=list(record.GUIDES),
+        help="own: a chain over its own pages",
+    )
     parser.add_argument("--link", type=float, default=50.0, help="GB/s to the host, for the time of misses")
     parser.add_argument("--url", help="a recording server that runs already")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: more flags of the server")

@@ -13,7 +13,15 @@ import requests
 from benchmark.predictability.recording import Run
 from benchmark.serving import policies, server
 
-GUIDES = ("greedy", "chain", "lookup", "resync", "forced")
+# What row 1 is fed and attends to, as policies of the server.
+GUIDES = {
+    "greedy": "guide=greedy,guide_attends=selected",
+    "chain": "guide=chain,guide_attends=selected",
+    "lookup": "guide=lookup,guide_attends=selected",
+    "resync": "guide=resync,guide_attends=selected",
+    "forced": "guide=forced,guide_attends=selected",
+    "own": "guide=chain,guide_attends=own",
+}
 SEED = 1
 
 
@@ -41,7 +49,7 @@ def record(url: str, contexts: list[list[int]], runs: Iterable[Run], tokens: int
     for ids in contexts:  # the prefix cache holds them from here on
         _generate(url, [ids], [{"temperature": 0, "max_new_tokens": 1}], ["prefill"])
     for run in runs:
-        policies.switch(url, f"guide={run.guide}", before)
+        policies.switch(url, GUIDES[run.guide], before)
         names = [run.request(number) for number in range(len(contexts))]
         parameters = {"temperature": run.temperature, "max_new_tokens": tokens, "ignore_eos": True}
         # A seed of its own for each context: two that are alike may not draw alike.

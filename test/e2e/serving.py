@@ -39,6 +39,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 # The policy beside the budget, see sparse_kv/policy.py. A test names what differs.
 DEFAULT_POLICY = {
     "guide": "resync",
+    "guide_attends": "selected",
     "prefetch": True,
     "prefetch_cap": 1.0,
     "prefetch_floor": 0.25,

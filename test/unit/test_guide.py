@@ -13,6 +13,7 @@ from sglang.srt.sparse_kv.guide import (
     build_guides,
     compiled_steps,
     end_step,
+    warm_up,
 )
 from sglang.srt.sparse_kv.history import TokenHistory
 
@@ -158,3 +159,19 @@ def test_compiled_steps_are_the_same(name):
         states.append([*found, state.guess, state.in_sync, gate.open, gate.rate])
     for plain, compiled in zip(*states):
         torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.slow
+def test_no_request_waits_for_the_compiler():
+    """Any batch size and either kind of tokens finds its code ready."""
+    state, gate = GuideState(9, VOCAB, "cpu", TokenHistory(9, 64, "cpu")), Gate(9, "cpu")
+    guide = build_guides(state)["resync"]
+    warm_up(guide, gate, 0.25)
+    begin, end = compiled_steps()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (1, 2, 3, 8):
+            for dtype in (torch.int32, torch.int64):
+                slots, positions = torch.arange(1, rows + 1), torch.full((rows,), 20)
+                guess, in_sync = begin(guide, gate, slots, positions, 0.25)
+                tokens, drawn = torch.ones(rows, dtype=dtype), torch.zeros(rows, dtype=dtype)
+                end(guide, gate, slots, in_sync, guess, tokens, drawn, 0.25)

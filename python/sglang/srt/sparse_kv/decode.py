@@ -62,7 +62,7 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
         runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
     own = {}
-    if rows == 2 and runtime.config.guide_attends == "own":
+    if rows == 2 and policy.guide_attends == "own":
         own["own"] = own_slots(view, runtime.predicted[step.req, layer], step.table, step.length, shape)
     out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs, **own)
     if policy.check:

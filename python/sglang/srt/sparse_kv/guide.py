@@ -195,8 +195,10 @@ def warm_up(guide: Guide, gate: Gate, floor: float) -> None:
     """Compile, in the scheduler's gradient mode, so that no request waits for it. Uses the padding slot."""
     begin, end = compiled_steps()
     for rows in (1, 2):  # the compiler treats one row as a case of its own
-        slots = torch.zeros(rows, dtype=torch.int64, device=gate.open.device)
-        guess, in_sync = begin(guide, gate, slots, slots, floor)
-        for drawn in (slots, slots.int()):  # greedy tokens come as int64, sampled ones as int32
-            end(guide, gate, slots, in_sync, guess, drawn, drawn, floor)
+        # Tensors of their own: the compiler also keeps apart which arguments are one.
+        slots, positions = torch.zeros(2, rows, dtype=torch.int64, device=gate.open.device).unbind()
+        guess, in_sync = begin(guide, gate, slots, positions, floor)
+        for dtype in (torch.int64, torch.int32):  # of greedy tokens, and of sampled ones
+            tokens, drawn = (torch.zeros(rows, dtype=dtype, device=slots.device) for _ in range(2))
+            end(guide, gate, slots, in_sync, guess, tokens, drawn, floor)
     gate.open[:, 0] = True

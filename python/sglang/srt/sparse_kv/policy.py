@@ -11,7 +11,8 @@ from sglang.srt.sparse_kv.config import SparseKVConfig
 GUIDES = ("chain", "random", "frozen", "forced", "greedy", "lookup", "resync")
 TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle")
 # SGLang's endpoint for internal state carries numbers only, so a name may be given as its place in the list.
-NAMED = {"guide": GUIDES, "transfer": TRANSFERS}
+ATTENDS = ("selected", "own")
+NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "transfer": TRANSFERS}
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Policy:
 
     budget: int
     guide: str = "chain"
+    guide_attends: str = "selected"
     prefetch: bool = True
     prefetch_floor: float = 0.0
     prefetch_cap: float = 1.0
@@ -44,6 +46,7 @@ class Policy:
         return cls(
             budget=config.budget,
             guide=config.guide if config.rows == 2 else "chain",
+            guide_attends=config.guide_attends,
             prefetch=config.prefetch,
             prefetch_floor=config.prefetch_floor,
             prefetch_cap=config.prefetch_cap,

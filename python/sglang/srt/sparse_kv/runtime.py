@@ -24,7 +24,16 @@ FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positi
 LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
 POISON = 3.0e4
 # Policy that decides what is launched, so that captured graphs fix it.
-CAPTURED = ("budget", "residency", "shuffle_predictions", "skip_write_through", "skip_invalidation", "check", "poison")
+CAPTURED = (
+    "budget",
+    "guide_attends",
+    "residency",
+    "shuffle_predictions",
+    "skip_write_through",
+    "skip_invalidation",
+    "check",
+    "poison",
+)
 
 
 class SparseKVRuntime:
