@@ -9,7 +9,13 @@ ARGS ?=
 TESTS ?=
 # Added to the kernels' build, e.g. KERNELS='--arch 90 --verbose'.
 KERNELS ?=
-PYTEST = $(PY) -m pytest test/unit test/kernels test/e2e --timeout 900 --durations 10 --disable-warnings $(TESTS)
+# Tests without a server run side by side; one process takes 1 GB.
+JOBS ?= 2
+PYTEST = -m pytest --timeout 900 --durations 10 --disable-warnings $(TESTS)
+UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) -n $(JOBS) --dist loadfile test/unit test/kernels
+E2E = $(PY) $(PYTEST) test/e2e
+# What TESTS asks for may lie in one of the two alone: pytest's status 5, no tests, is none of a failure.
+FOUND = || [ $$? -eq 5 ]
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -41,10 +47,12 @@ serve: $(MODEL)/prepared ## serve the demo model on http://127.0.0.1:30000
 	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle $(ARGS)
 
 test: check $(MODEL)/prepared ## lint, types and the fast tests (under 15 minutes)
-	$(PYTEST) -m "not slow"
+	$(UNIT) -m "not slow" $(FOUND)
+	$(E2E) -m "not slow" $(FOUND)
 
 test-all: check $(MODEL)/prepared ## every test: long contexts, many seeds, all configurations (under 75 minutes)
-	$(PYTEST)
+	$(UNIT) $(FOUND)
+	$(E2E) $(FOUND)
 
 check: .venv/.ready ## lint, format and types only
 	$(PY) -m ruff check .
