@@ -279,6 +279,11 @@ def test_json_holds_the_same():
     [
         (["--gpu", "T1000"], "T1000 is not among the GPUs"),
         (["--gpu-memory", "10GB"], "the weights of one rank take 16.1 GB"),
+        (
+            ["--gpu", "l4", "--gpu-memory", "20.8GB", "--host-memory", "auto"],
+            "the page cache of one request and the scratch",
+        ),
+        (["--gpu", "l4", "--gpu-memory", "20.8GB"], "landmarks, tables and scratch for 9.0 GB"),
         (["--gpu-memory", "much"], "--gpu-memory is 'much', which is not a size"),
         (["--tp", "3"], "--tp is 3 and the model has 32 heads"),
         (["--tp", "0"], "--tp is 0"),

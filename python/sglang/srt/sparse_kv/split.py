@@ -17,6 +17,7 @@ from sglang.srt.sparse_kv.planner import Plan
 DEFAULT_MAX_RUNNING_CUDA = 128
 HOST_SHARE = 0.8  # of available host memory, which "auto" takes
 LANDMARK_SHARE = 0.25  # of the GPU memory free for KV, which "auto" host memory may ask for in landmarks and tables
+MIN_HOST_PAGES = 64  # with fewer, no request of any use fits
 JUDGED_CONTEXT = 32768  # most tokens at which batches are compared: where the high miss curve was measured
 RESIDENCIES = (1.0, 0.75, 0.5, 0.25, 0.0)  # that "auto" compares
 WORTH = 1.05  # how much faster fewer resident layers have to be, since the model is no better than this
@@ -51,13 +52,22 @@ def fitting_host(config: SparseKVConfig, geometry: Geometry, given: Given) -> in
     """Bytes of host memory, at most those given, whose landmarks and tables leave room for a page cache.
 
     They may take a quarter of the device memory that is free, and never so much that not one request fits the rest.
+    Raises ValueError where a page cache for one request does not fit at all.
     """
+    if config.residency == "auto":  # the option that needs the least
+        config = dataclasses.replace(config, residency=RESIDENCIES[-1])
     shape = planner.selection_shape(geometry, config)
     least = fixed_bytes(config, geometry, 0, 1)
-    a_page = (fixed_bytes(config, geometry, 1000 * geometry.page_bytes, 1) - least) // 1000
+    a_page = (fixed_bytes(config, geometry, 1000 * geometry.page_bytes, 1) - least) // 1000 + 1
     headroom = shape.prefetch_pages(config.prefetch_cap)
     cache = planner.needed_slots(1, shape, geometry.max_pages, headroom) * planner.slot_bytes(geometry, config)
-    pages = max(0, min(int(LANDMARK_SHARE * given.free), given.free - least - cache)) // a_page
+    pages = min(int(LANDMARK_SHARE * given.free), given.free - least - cache) // a_page
+    if pages < MIN_HOST_PAGES:
+        raise ValueError(
+            f"the page cache of one request and the scratch of the kernels take {(least + cache) / 1e9:.2f} GB of "
+            f"device memory and {given.free / 1e9:.2f} GB are free; use a larger GPU, raise --mem-fraction-static or "
+            f"lower --sparse-kv-budget ({config.budget})"
+        )
     return min(given.host, pages * geometry.page_bytes)
 
 
