@@ -80,13 +80,37 @@ __device__ __forceinline__ float best_of_group(const SkvSelect& args, const Line
   return best * kLn2;
 }
 
-// Calls f(i, score) for candidates i = threadIdx.x, threadIdx.x + blockDim.x, ... below span.
+// The first logits of a thread, of groups of kGroup: on their way while the norms are computed.
+struct Early {
+  static constexpr int kAtOnce = 4, kGroup = 4;
+  float logits[kAtOnce][kGroup];
+
+  __device__ __forceinline__ static bool serves(const SkvSelect& args) { return args.logits && args.group == kGroup; }
+  __device__ __forceinline__ void load(const SkvSelect& args, const Line& line, int span) {
+    const float* first = args.logits + line.index * kGroup * args.table_width + line.lo;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      int i = min(static_cast<int>(threadIdx.x) + j * static_cast<int>(blockDim.x), span - 1);
+#pragma unroll
+      for (int q = 0; q < kGroup; ++q) logits[j][q] = first[q * args.table_width + i];
+    }
+  }
+  __device__ __forceinline__ float best(int j, const SelectScratch& scratch) const {
+    float best = -kInf;
+#pragma unroll
+    for (int q = 0; q < kGroup; ++q) best = fmaxf(best, logits[j][q] - scratch.norm[q]);
+    return best * kLn2;
+  }
+};
+
+// Calls f(i, score) for candidates i = threadIdx.x + skipped, that + blockDim.x, ... below span.
 template <typename F>
 __device__ __forceinline__ void each_score(const SkvSelect& args, const Line& line, const SelectScratch& scratch,
-                                           int span, F f) {
+                                           int span, F f, int skipped = 0) {
   auto walk = [&](auto score) {
     constexpr int kAtOnce = 4;  // f may write memory, which a load does not pass
-    for (int first = threadIdx.x; first < span; first += kAtOnce * static_cast<int>(blockDim.x)) {
+    int start = static_cast<int>(threadIdx.x) + skipped;
+    for (int first = start; first < span; first += kAtOnce * static_cast<int>(blockDim.x)) {
       float scores[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
@@ -241,17 +265,28 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   auto* places = reinterpret_cast<int*>(bits + max_words);
   uint32_t* keys = args.keys ? args.keys + line.index * args.table_width : reinterpret_cast<uint32_t*>(places + max_words);
 
+  Early early;
+  bool ahead = span > 0 && Early::serves(args);
+  if (ahead) early.load(args, line, span);
   if (args.logits && span) normalise(args, line, scratch);
   uint32_t low = 0xffffffffu, high = 0;
   int candidates = 0;
-  each_score(args, line, scratch, span, [&](int i, float score) {
+  auto note = [&](int i, float score) {
     uint32_t key = to_key(score);
     keys[i] = key;
     if (key <= kNoKey) return;
     low = min(low, key);
     high = max(high, key);
     ++candidates;
-  });
+  };
+  if (ahead) {
+#pragma unroll
+    for (int j = 0; j < Early::kAtOnce; ++j) {
+      int i = static_cast<int>(threadIdx.x) + j * static_cast<int>(blockDim.x);
+      if (i < span) note(i, early.best(j, scratch));
+    }
+  }
+  each_score(args, line, scratch, span, note, ahead ? Early::kAtOnce * static_cast<int>(blockDim.x) : 0);
   __syncwarp();
   low = __reduce_min_sync(kAll, low);
   high = __reduce_max_sync(kAll, high);
