@@ -193,6 +193,39 @@ def test_more_memory_never_admits_fewer(model, gpu, tp, memory, host, budget, gu
         assert host_more["plan"].host_tokens >= here["plan"].host_tokens
 
 
+@settings(max_examples=40)
+@given(
+    model=SITUATIONS["model"],
+    free=st.integers(200, 100_000),
+    host=st.integers(1, 10_000),
+    budget=SITUATIONS["budget"],
+    more=st.integers(1, 50_000),
+)
+def test_auto_host_memory_never_crowds_the_cache_out(model, free, host, budget, more):
+    """However much host there is, a GPU that can hold one request's pages starts; sizes in MB and GB."""
+    config = SparseKVConfig.from_dict({"budget": budget})
+    shape = model_shape.read(str(MODELS / f"{model}.json"), config)
+    geometry = shape.geometry(config, 16, 1, shape.context)
+
+    def plan(free: int) -> planner.Plan | None:
+        given = split.Given(
+            devices.DEVICES[0], free * 10**6, host * GB, 16, shape.weights(1), shape.context, fixed_host=False
+        )
+        try:
+            return split.plan_gpu(config, geometry, given)
+        except ValueError as error:
+            assert re.search(r"the page cache of one request .* are free; use a larger GPU", str(error))
+            return None
+
+    here, there = plan(free), plan(free + more)
+    if here is None:
+        return
+    assert sum(here.device_bytes.values()) <= free * 10**6 and here.host_bytes <= host * GB
+    assert there is not None and there.host_tokens >= here.host_tokens
+    if there.host_bytes < 0.99 * host * GB:
+        assert any(reason.startswith("host memory: ") for reason in there.reasons)
+
+
 def test_fewer_layers_keep_a_cache_only_where_memory_is_short():
     ample = command.plan(options("llama-3.1-8b", "h200"))["plan"]
     short = command.plan(options("llama-3.1-8b", "l4"))["plan"]
