@@ -27,7 +27,7 @@ class Reader:
         if self._stream is None:
             return [tensor.tolist() for tensor in tensors]
         with torch.cuda.stream(self._stream):
-            copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
         self._stream.synchronize()
