@@ -6,7 +6,6 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, reference
-from sglang.srt.sparse_kv.ops.reference import NONE
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 # float32 sums in another order, over up to 128 products and 6250 pages.
@@ -203,16 +202,3 @@ def test_more_chunks_than_warps(engine, dim, dtype, monkeypatch):
         narrow = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
         assert torch.equal(narrow, wide)
         assert workspace(engine.device).tickets.tolist() == [0, 0]
-
-
-def test_page_tables(engine):
-    random = torch.Generator().manual_seed(0)
-    to = lambda t: t.to(engine.device)  # noqa: E731
-    req_to_token = torch.randint(0, 100000, (5, 203), generator=random, dtype=torch.int32)
-    req = torch.tensor([3, 0, 4])
-    for max_pages in (1, 7, 13):
-        expected = reference.physical_pages(req_to_token, req, 16, max_pages)
-        assert torch.equal(cuda.physical_pages(to(req_to_token), to(req), 16, max_pages).cpu(), expected)
-    table = torch.randint(0, 1000, (3, 19), generator=random, dtype=torch.int32)
-    logical = torch.randint(NONE, 19, (3, 2, 11), generator=random, dtype=torch.int32)
-    assert torch.equal(cuda.lookup(to(table), to(logical)).cpu(), reference.lookup(table, logical))

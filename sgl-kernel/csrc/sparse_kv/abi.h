@@ -172,16 +172,6 @@ struct SkvChunk {
   int64_t through;
 };
 
-struct SkvLookup {
-  SkvInts source;  // logical pages [n][width], or request rows [n] with `req_to_token`
-  const int32_t* table;
-  int64_t table_width;  // row length of table, or of req_to_token
-  int32_t* out;         // [n][width]
-  int64_t n;
-  int64_t width;
-  int64_t page_size;  // 0: look up logical pages; else read a page table from req_to_token
-};
-
 struct SkvStep {
   const int32_t* req_to_token;  // [slots][row_length]
   int64_t row_length;

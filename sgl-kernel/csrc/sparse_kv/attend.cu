@@ -91,25 +91,6 @@ __global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid
   }
 }
 
-// Physical pages: of logical ones, or of a request's rows in SGLang's token table.
-__global__ void lookup_kernel(const __grid_constant__ SkvLookup args) {
-  wait_for_previous_kernel();
-  int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < args.n * args.width; i += stride) {
-    int64_t n = i / args.width;
-    if (args.page_size == 0) {
-      int64_t logical = get(args.source, i);
-      bool known = logical >= 0 && logical < args.table_width;
-      args.out[i] = known ? args.table[n * args.table_width + logical] : kNone;
-    } else {
-      int64_t token = i % args.width * args.page_size;
-      args.out[i] = token < args.table_width
-                        ? static_cast<int>(args.table[get(args.source, n) * args.table_width + token] / args.page_size)
-                        : 0;
-    }
-  }
-}
-
 }  // namespace skv
 
 using namespace skv;
@@ -124,9 +105,4 @@ SKV_EXPORT int skv_attend_finish(const SkvView* view, const SkvAttend* args, con
                  : view->dtype == SKV_FP16 ? finish_kernel<__half>
                                            : finish_kernel<float>;
   return launch(*where, kernel, dim3(static_cast<unsigned>((warps + 7) / 8)), 256, 0, *view, *args);
-}
-
-SKV_EXPORT int skv_lookup(const SkvLookup* args, const Launch* where) {
-  int64_t blocks = (args->n * args->width + 255) / 256;
-  return launch(*where, lookup_kernel, dim3(static_cast<unsigned>(blocks < 1024 ? blocks : 1024)), 256, 0, *args);
 }

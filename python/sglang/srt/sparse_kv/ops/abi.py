@@ -53,7 +53,6 @@ Select: Any = _struct(
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct("Stage", "pages:n target:p stride_values:i stride_head:i list:p missing:p kept:p count:i blocks:i")
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
-Lookup: Any = _struct("Lookup", "source:n table:p table_width:i out:p n:i width:i page_size:i")
 Step: Any = _struct(
     "Step",
     "req_to_token:p row_length:i req:n length:n table:p active:p lengths:p open_page:p offset:p closed:p last_tokens:p "
@@ -72,7 +71,7 @@ class Launch(ctypes.Structure):
     _fields_ = [("stream", c_void_p), ("device", c_int), ("overlap", c_int)]
 
 
-STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Lookup, Step, Attend, Launch)
+STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Step, Attend, Launch)
 
 # Every function ends with a Launch and returns a CUDA status. Structs named twice may be null from the second on.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -86,7 +85,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "stage": (View, Stage),
     "store_chunk": (View, Chunk),
     "fill": (View, Chunk),
-    "lookup": (Lookup,),
     "step": (Step,),
     "count_guides": (Ints, Ints, c_int64, c_void_p),
     "attend_prepare": (View, Attend),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from sglang.srt.sparse_kv.ops import abi, build
 from sglang.srt.sparse_kv.ops.attend import Inputs, attend, attend_block, attend_inputs, merge
-from sglang.srt.sparse_kv.ops.cuda_batch import count_guides, decode_step, lookup, physical_pages
+from sglang.srt.sparse_kv.ops.cuda_batch import count_guides, decode_step
 from sglang.srt.sparse_kv.ops.launching import (
     capturing_safe,
     contiguous,
@@ -48,9 +48,7 @@ __all__ = [
     "gather",
     "install",
     "invalidate",
-    "lookup",
     "merge",
-    "physical_pages",
     "plan_prefetch",
     "resolve",
     "score",

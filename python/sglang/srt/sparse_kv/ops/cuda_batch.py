@@ -11,30 +11,6 @@ from sglang.srt.sparse_kv.ops.launching import contiguous, ints, launch, pointer
 from sglang.srt.sparse_kv.ops.reference import Batch
 
 
-def physical_pages(req_to_token, req_indices, page_size: int, max_pages: int) -> torch.Tensor:
-    """Page table of a batch, as reference.physical_pages."""
-    width = min(max_pages, -(-req_to_token.shape[1] // page_size))
-    out = torch.empty((req_indices.shape[0], width), dtype=torch.int32, device=req_to_token.device)
-    table = contiguous(req_to_token, "req_to_token", torch.int32)
-    args = abi.Lookup(
-        ints(req_indices, "req_indices"), pointer(table), table.shape[1], pointer(out), out.shape[0], width, page_size
-    )
-    launch("lookup", out.device, args)
-    return out
-
-
-def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
-    """Physical pages of logical ones, as reference.lookup."""
-    out = torch.empty(logical.shape, dtype=torch.int32, device=table.device)
-    source = ints(logical, "logical")
-    table = contiguous(table, "table", torch.int32)
-    width = logical[0].numel() if logical.shape[0] else 0
-    launch(
-        "lookup", out.device, abi.Lookup(source, pointer(table), table.shape[1], pointer(out), out.shape[0], width, 0)
-    )
-    return out
-
-
 def decode_step(shape: SelectionShape, max_pages: int, rows: int, req_to_token, req, length) -> Batch:
     """As reference.decode_step, in one launch."""
     source = contiguous(req_to_token, "req_to_token", torch.int32)

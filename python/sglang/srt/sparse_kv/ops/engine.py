@@ -12,7 +12,6 @@ import torch
 OPERATIONS = (
     "decode_step",
     "count_guides",
-    "lookup",
     "score",
     "select",
     "resolve",
