@@ -33,3 +33,16 @@ def test_lookups_bring_a_lost_guide_back(sparse: Server):
         totals = sparse.totals()
         rates[guide] = totals["guide_hits"] / totals["guides"]
     assert rates["resync"] > rates["chain"], rates
+
+
+def test_a_chain_over_pages_of_its_own_stays_right(sparse: Server):
+    """What throws a chain off is that row 1 attends to row 0's pages; over its own it is row 0 of the next step."""
+    prompt = question("tale", 9000)
+    sparse.ask(prompt, 1)
+    rates = {}
+    for attends in ("selected", "own"):
+        sparse.policy(guide="chain", guide_attends=attends, budget=256)
+        sparse.ask(prompt, 40, ignore_eos=True)
+        totals = sparse.totals()
+        rates[attends] = totals["guide_hits"] / totals["guides"]
+    assert rates["own"] >= 0.97 and rates["own"] > rates["selected"], rates
