@@ -52,14 +52,15 @@ class StepInfo:
 
     def finalize(self) -> None:
         """The copies are there, and SGLang is about to hand out the tokens."""
+        counts, tokens = self._fetched.tolist(), self._result.next_token_ids.tolist()
+        guesses = [-1] * len(tokens) if self._guess is None else self._guess.tolist()
         for i, req, slot in self.rows:
             if req.finished() or req.is_retracted:
                 continue  # a step too many, whose token is dropped, too
-            now = tuple(self._fetched[slot].tolist())
+            missed, ahead = counts[slot]
             before = self._before.get(slot, (0, 0))
-            self._before[slot] = now
-            hit = self._guess is not None and int(self._guess[i]) == int(self._result.next_token_ids[i])
-            figures = (now[0] - before[0], now[1] - before[1], int(hit))
+            self._before[slot] = (missed, ahead)
+            figures = (missed - before[0], ahead - before[1], int(guesses[i] == tokens[i]))
             if req.customized_info is None:
                 req.customized_info = {}
             for key, figure in zip(KEYS, figures, strict=True):
