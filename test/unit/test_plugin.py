@@ -123,6 +123,14 @@ def test_help_shows_the_flags(capsys):
         assert flag in text
 
 
+def test_sglang_serve_still_answers_help_before_plugins_load():
+    """Once it does not, docs/faq.md and docs/troubleshooting.md are wrong."""
+    from sglang.cli import serve
+
+    source = inspect.getsource(serve.serve)
+    assert source.index('"--help"') < source.index("return") < source.index("load_plugins()")
+
+
 @pytest.mark.parametrize("guide, rows", [("chain", 2), ("none", 1)])
 def test_what_follows_from_sparse_kv(model, guide, rows):
     args = prepare_server_args(
