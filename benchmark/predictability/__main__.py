@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 def _record(options: argparse.Namespace) -> None:
     contexts = prompts.load(options.prompts, load_tokenizer(options.model), options.count, options.context)
     wanted = [Run(t, guide) for t in options.temperatures for guide in options.guides]
-    present = load(options.output).traces if list(options.output.glob("*.steps")) else {}
+    present = load(options.output, empty=True).traces
     missing = [run for run in wanted if not _complete(present.get(run, {}), len(contexts), options.tokens - 1)]
     if not missing:
         return

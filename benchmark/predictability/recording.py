@@ -52,11 +52,11 @@ class Recording:
         return [run.guide for run in self.traces if run.temperature == temperature]
 
 
-def load(folder: Path) -> Recording:
+def load(folder: Path, empty: bool = False) -> Recording:
     """All files `*.steps` of a folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: they hold no step of a study, and the recording may not be empty.
     """
     import sglang_dualdecoder
 
@@ -76,7 +76,7 @@ def load(folder: Path) -> Recording:
                 found.setdefault(name, []).append((header["lengths"][i], drawn, guess == drawn, sets[i]))
         # A recording that was broken off is taken up by another file, which has the run whole.
         steps |= {name: rows for name, rows in found.items() if len(rows) > len(steps.get(name, []))}
-    if not steps:
+    if not steps and not empty:
         raise ValueError(f"{folder} holds no recorded steps; name a model to record some.")
     traces: dict[Run, dict[int, Trace]] = {}
     for name, rows in steps.items():

@@ -219,6 +219,7 @@ def test_guides_that_change_the_text_are_an_error(tmp_path):
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no recorded steps"):
         load(tmp_path)
+    assert load(tmp_path, empty=True).traces == {}, "a server that has only started has recorded its own warm-up"
 
 
 def test_tables_have_a_column_a_temperature():
