@@ -338,7 +338,8 @@ class DualDecodeWorker(BaseSpecWorker):
 
     def _upload(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         pinned = is_pin_memory_available(self.device)
-        return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(self.device, non_blocking=True)
+        made = torch.as_tensor(values, dtype=dtype)  # torch cannot build a pinned tensor from a numpy array
+        return (made.pin_memory() if pinned else made).to(self.device, non_blocking=True)
 
     # ------------------------------------------------------------------ guides
 
