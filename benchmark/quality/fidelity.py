@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,13 +21,7 @@ from benchmark.corpus import load_tokenizer
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
-from benchmark.quality.texts import KINDS, contexts
-
-
-def compare(sparse: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(same top token bool [R], KL of dense to sparse in nats float32 [R]) of logits [R, vocabulary]."""
-    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
-    return sparse.argmax(-1) == dense.argmax(-1), (p.exp() * (p - q)).sum(-1)
+from benchmark.quality.texts import contexts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,66 +59,60 @@ def main(argv: list[str] | None = None) -> int:
         for normalise in args.normalise
         for name in args.score
     }
-    same: dict[str, list[torch.Tensor]] = {name: [] for name in settings}
-    far: dict[str, list[torch.Tensor]] = {name: [] for name in settings}
-    attended: dict[str, list[float]] = {name: [] for name in settings}
+    measured = {name: Measured() for name in settings}
     texts = contexts(tokenizer, args.length, args.tail, args.each)
+    rows: list[dict] = []
     for number, (kind, ids) in enumerate(texts):
         file = args.keep / f"{number}-{kind}-{args.length}.pt" if args.keep else None
         context = Prefilled.read(checkpoint, ids, args.tail, args.device, file)
         for name, how in settings.items():
-            rows = SparseRows(checkpoint, context, how)
-            agrees, distance = compare(rows.predictions(), context.logits)
-            same[name].append(agrees.cpu())
-            far[name].append(distance.cpu())
-            attended[name] += rows.attended
+            run = SparseRows(checkpoint, context, how)
+            measured[name].add(kind, run.predictions(), context.logits, run.attended)
         done = time.monotonic() - start
         print(f"[fidelity] {done:6.1f} s  {number + 1} of {len(texts)} contexts ({kind})", file=sys.stderr, flush=True)
-    baseline = next(iter(settings))
-    rows = [
-        {
-            "setting": name,
-            "rows": sum(map(len, same[name])),
-            "agreement": float(torch.cat(same[name]).double().mean()),
-            "kl": float(torch.cat(far[name]).double().mean()),
-            "attended": sum(attended[name]) / len(attended[name]),
-            **difference(
-                torch.cat(same[name]), torch.cat(same[baseline]), torch.cat(far[name]), torch.cat(far[baseline])
-            ),
-            "agreement_by_kind": {
-                kind: float(torch.cat([s for s, (k, _) in zip(same[name], texts) if k == kind]).double().mean())
-                for kind in KINDS
-            },
-        }
-        for name in settings
-    ]
-    print(table(rows, baseline))
-    if args.json:
-        record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), "length": args.length, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1))
+        baseline = next(iter(measured.values()))
+        rows = [{"setting": name, **found.summary(baseline)} for name, found in measured.items()]
+        if args.json:  # after every context, so that a run that is cut short leaves what it has
+            record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), "device": args.device, "rows": rows}
+            args.json.write_text(json.dumps(record, indent=1))
+    print(table(rows))
     return 0
 
 
-def summary(name: str, same: torch.Tensor, far: torch.Tensor, kinds: list[str]) -> dict:
-    """Means over all rows, and the agreement over the rows of each kind of text."""
-    by_kind = {kind: same[[found == kind for found in kinds]].double().mean().item() for kind in KINDS}
-    found = {"setting": name, "rows": len(same), "agreement": same.double().mean().item()}
-    return found | {"kl": far.double().mean().item(), "agreement_by_kind": by_kind}
+@dataclass
+class Measured:
+    """What one setting's rows gave, context after context."""
+
+    kinds: list[str] = field(default_factory=list)  # of each row
+    same: list[torch.Tensor] = field(default_factory=list)  # float64 [R] 1 where the top token is the dense one
+    far: list[torch.Tensor] = field(default_factory=list)  # float64 [R] KL of dense to sparse, nats
+    attended: list[float] = field(default_factory=list)  # a layer and context each
+
+    def add(self, kind: str, sparse: torch.Tensor, dense: torch.Tensor, attended: list[float]) -> None:
+        """sparse, dense: logits [R, vocabulary] after the same tokens."""
+        p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
+        self.same.append((sparse.argmax(-1) == dense.argmax(-1)).double().cpu())
+        self.far.append((p.exp() * (p - q)).sum(-1).double().cpu())
+        self.kinds += [kind] * len(sparse)
+        self.attended += attended
+
+    def summary(self, baseline: Measured) -> dict:
+        """Means over all rows, and gains over the baseline's same rows with their standard errors."""
+        same, far = torch.cat(self.same), torch.cat(self.far)
+        found = {"rows": len(same), "agreement": same.mean().item(), "kl": far.mean().item()}
+        for name, gain in (("agreement", same - torch.cat(baseline.same)), ("kl", far - torch.cat(baseline.far))):
+            found[f"{name}_gain"] = gain.mean().item()
+            found[f"{name}_gain_error"] = (gain.std() / len(gain) ** 0.5).item()
+        for kind in dict.fromkeys(self.kinds):
+            rows = torch.tensor([each == kind for each in self.kinds])
+            found[f"agreement_{kind}"], found[f"kl_{kind}"] = same[rows].mean().item(), far[rows].mean().item()
+        return found | {"attended": sum(self.attended) / len(self.attended)}
 
 
-def difference(same, base_same, far, base_far) -> dict[str, float]:
-    """Differences to the baseline on the same rows, each with its standard error."""
-    found = {}
-    for name, gain in (("agreement", same.double() - base_same.double()), ("kl", far.double() - base_far.double())):
-        found[f"{name}_gain"] = float(gain.mean())
-        found[f"{name}_gain_error"] = float(gain.std() / len(gain) ** 0.5)
-    return found
-
-
-def table(rows: list[dict], baseline: str) -> str:
-    """A line a setting; gains are against `baseline`, in points of agreement and in nats."""
+def table(rows: list[dict]) -> str:
+    """A line a setting; gains are against the first one, in points of agreement and in nats."""
     width = max(len(row["setting"]) for row in rows)
-    lines = [f"{rows[0]['rows']} rows; gains against: {baseline}"]
+    lines = [f"{rows[0]['rows']} rows; gains against: {rows[0]['setting']}"]
     lines.append(f"{'':{width}}  same top-1          gain        KL              gain  attention kept")
     for row in rows:
         gain, error = 100 * row["agreement_gain"], 100 * row["agreement_gain_error"]

@@ -6,27 +6,24 @@ the block come from the rows' own sparse hidden states, as they would one after 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmark.models.llama_ref import Checkpoint, Llama
-
-Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # see scores.py
-CLOSING = 8  # page sizes are multiples of it
+from benchmark.quality.scores import Score
 
 
 class Dense(Llama):
-    """Keeps every layer's keys and values, and the queries of tokens that may close a page."""
+    """Keeps every layer's keys and values."""
 
     def __init__(self, checkpoint: Checkpoint, device: str):
         super().__init__(checkpoint, device=device)
-        self.kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attend(self, layer, q, k, v):
-        self.kept.append((k, v, q[:, CLOSING - 1 :: CLOSING]))
+        self.kept.append((k, v))
         return super().attend(layer, q, k, v)
 
 
@@ -38,12 +35,11 @@ class Prefilled:
     tail: int
     keys: torch.Tensor  # float32 [L, H, T - tail, D], rotated
     values: torch.Tensor
-    closing: torch.Tensor  # float32 [L, H*G, (T - tail) / CLOSING, D] queries of every CLOSING-th token, rotated
     logits: torch.Tensor  # float32 [tail, vocabulary]
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, ids: list[int], tail: int, device: str, file: Path | None = None):
-        """tail: multiple of CLOSING, like the length. file: where to keep it, or to find it from an earlier run."""
+        """file: where to keep it, or to find it from an earlier run."""
         if file is not None and file.is_file():
             found = cls(**torch.load(file, map_location=device, mmap=True))
             if found.ids.tolist() == ids and found.tail == tail:
@@ -51,12 +47,8 @@ class Prefilled:
         model = Dense(checkpoint, device)
         stream = model.last_stream(torch.tensor(ids))
         logits = torch.cat(list(model.logits(stream[-tail:])))
-        prefix = len(ids) - tail
-        keys, values, closing = (
-            torch.stack([kept[i][:, :end] for kept in model.kept])
-            for i, end in enumerate((prefix, prefix, prefix // CLOSING))
-        )
-        found = cls(torch.tensor(ids), tail, keys, values, closing, logits)
+        keys, values = (torch.stack([pair[i][:, : len(ids) - tail] for pair in model.kept]) for i in (0, 1))
+        found = cls(torch.tensor(ids), tail, keys, values, logits)
         if file is not None:
             torch.save(vars(found), file)
         return found
@@ -102,12 +94,10 @@ class SparseRows(Llama):
         heads, total, dim = keys.shape
         rows, group = q.shape[1], q.shape[0] // heads
         q = q.view(heads, group, rows, dim) * dim**-0.5
-        closing = context.closing[layer].view(heads, group, -1, dim) * dim**-0.5
-        closing = torch.cat([closing, q[:, :, CLOSING - 1 :: CLOSING]], 2)
         position = torch.arange(total - rows, total, device=q.device)
         logits = q @ keys.transpose(1, 2)[:, None]  # [H, G, R, T]
         logits.masked_fill_(torch.arange(total, device=q.device) > position[:, None], float("-inf"))
-        chosen = select(q, keys, closing, logits, position, how)  # bool [H, R, NP], NP counts the open page
+        chosen = select(q, keys, logits, position, how)  # bool [H, R, NP], NP counts the open page
         tokens = chosen.repeat_interleave(how.page, -1)[:, None, :, :total]
         norm = logits.logsumexp(-1, keepdim=True)
         weights = logits.sub_(norm).exp_().mul_(tokens)
@@ -116,12 +106,11 @@ class SparseRows(Llama):
         return (weights @ values[:, None] / share).view(heads * group, rows, dim)
 
 
-def select(q, keys, closing, logits, position, how: Selecting) -> torch.Tensor:
+def select(q, keys, logits, position, how: Selecting) -> torch.Tensor:
     """Pages that each row attends to, bool [H, R, NP].
 
-    q [H, G, R, D] scaled; keys [H, T, D]; closing [H, G, T / CLOSING, D] scaled; logits [H, G, R, T], -inf beyond a
-    row's own position; position int [R]. A page's place in the order is its log-probability, the best (or the sum) of
-    the query group.
+    q [H, G, R, D] scaled; keys [H, T, D]; logits [H, G, R, T], -inf beyond a row's own position; position int
+    [R]. A page's place in the order is its log-probability, the best (or the sum) of the query group.
     """
     heads, total, dim = keys.shape
     page = how.page
@@ -129,8 +118,7 @@ def select(q, keys, closing, logits, position, how: Selecting) -> torch.Tensor:
     pages = torch.arange(-(-total // page), device=q.device)
     first_window = (position + 1 - how.window).clamp(min=0) // page
     forced = (pages < -(-how.sinks // page)) | (pages >= first_window[:, None])  # [R, NP]
-    closing = closing[:, :, page // CLOSING - 1 :: page // CLOSING][:, :, :closed]
-    estimate = how.score(q, keys[:, : closed * page].unflatten(1, (closed, page)), closing)  # [H, G, R, closed]
+    estimate = how.score(q, keys[:, : closed * page].unflatten(1, (closed, page)))  # [H, G, R, closed]
     estimate = estimate.masked_fill(forced[:, :closed], float("-inf"))
     norm = (estimate if how.normalise == "candidates" else logits).logsumexp(-1, keepdim=True)
     estimate = estimate - norm

@@ -7,11 +7,15 @@ import math
 
 import pytest
 import torch
+from sglang.srt.sparse_kv.geometry import SelectionShape
+from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.landmarks import landmark
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
-from benchmark.quality.scores import SCORES, exact, gauss, mean, tangent
-from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
+from benchmark.quality.fidelity import Measured
+from benchmark.quality.scores import SCORES, exact, gauss, mean, outliers, parts
+from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, select
 
 TOKENS, TAIL = 152, 24
 
@@ -75,19 +79,44 @@ def test_gauss_is_exact_to_second_order():
     rand = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 16, 1, generator=rand)  # one dimension: the diagonal is the whole covariance
     q = torch.randn(2, 2, 5, 1, generator=rand) * 0.05
-    closing = torch.zeros(2, 2, 3, 1)
-    expected = exact(q, keys, closing) - math.log(16)
-    torch.testing.assert_close(gauss(q, keys, closing), expected, rtol=0, atol=2e-4)
-    assert not torch.allclose(mean(q, keys, closing), expected, rtol=0, atol=5e-4)
+    expected = exact(q, keys) - math.log(16)
+    torch.testing.assert_close(gauss(q, keys), expected, rtol=0, atol=2e-4)
+    assert not torch.allclose(mean(q, keys), expected, rtol=0, atol=5e-4)
 
 
-def test_tangent_touches_at_the_closing_query_and_lies_below():
+@pytest.mark.parametrize(("sinks", "window"), [(8, 1), (16, 20), (1, 64)])
+def test_the_study_selects_what_the_product_selects(sinks, window):
+    heads, group, dim, page, total, rows = 2, 3, 8, 8, 152, 24
+    rand = torch.Generator().manual_seed(window)
+    keys, q = torch.randn(heads, total, dim, generator=rand), torch.randn(heads, group, rows, dim, generator=rand)
+    position = torch.arange(total - rows, total)
+    how = Selecting(outliers, 40, page, sinks, window)
+    found = select(q, keys, torch.zeros(()), position, how)  # [H, R, NP]
+    shape = SelectionShape.from_tokens(page, 40, sinks, window)
+    lo, hi = shape.candidate_bounds(position[:, None])
+    landmarks = landmark(keys.unflatten(1, (-1, page))).transpose(0, 1)  # [NP, H, D]
+    table = torch.arange(total // page, dtype=torch.int32).expand(rows, -1)
+    queries = q.permute(2, 0, 1, 3)[:, None]  # a row of the study is a request
+    scores = reference.score(queries, landmarks, table, lo, hi, 1.0)
+    active = torch.ones(rows, dtype=torch.bool)
+    pages = reference.select(scores, table, position, active, shape, shape.budget_pages).pages  # [R, H, C]
+    for head in range(heads):
+        for row in range(rows):
+            expected = set(pages[row, head].tolist()) - {reference.NONE}
+            assert set(found[head, row].nonzero()[:, 0].tolist()) == expected | set(
+                range(position[row] // page + 1, 19)
+            )
+
+
+@pytest.mark.parametrize("page", [8, 16])
+def test_parts_of_single_tokens_are_exact(page):
+    """Landmarks of one token each are the keys; fewer bits move them, whatever their scale."""
     rand = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 3, 16, 8, generator=rand)
-    closing = torch.randn(2, 1, 3, 8, generator=rand)
-    below = exact(closing, keys, closing) - math.log(16) - tangent(closing, keys, closing)  # [2, 1, 3, 3]
-    torch.testing.assert_close(below.diagonal(dim1=2, dim2=3), torch.zeros(2, 1, 3), rtol=0, atol=1e-5)
-    assert bool((below > -1e-5).all()) and below.max() > 0.1
+    keys, q = torch.randn(2, 3, page, 8, generator=rand), torch.randn(2, 2, 5, 8, generator=rand)
+    torch.testing.assert_close(parts(page)(q, keys), exact(q, keys))
+    torch.testing.assert_close(parts(page, 8)(q, keys), exact(q, keys), rtol=0, atol=0.1)
+    assert (parts(page, 4)(q, keys) - exact(q, keys)).abs().max() > 0.1
+    torch.testing.assert_close(parts(1)(q, keys), outliers(q, keys))
 
 
 def test_a_prefilled_context_is_found_again(checkpoint, context, tmp_path):
@@ -97,3 +126,19 @@ def test_a_prefilled_context_is_found_again(checkpoint, context, tmp_path):
     assert torch.equal(first.keys, again.keys) and torch.equal(first.logits, again.logits)
     other = Prefilled.read(checkpoint, context.ids.tolist()[::-1], TAIL, "cpu", file)
     assert not torch.equal(other.logits, first.logits), "another text must not get this one's"
+
+
+def test_gains_are_paired():
+    """Four rows: the baseline is right in rows 0 and 1, the other in 0, 1 and 3; two kinds of text."""
+    dense = torch.eye(4) * 5
+    wrong = dense.roll(1, 1)
+    base, other = Measured(), Measured()
+    for found, right in ((base, [1, 1, 0, 0]), (other, [1, 1, 0, 1])):
+        logits = torch.where(torch.tensor(right)[:, None] == 1, dense, wrong)
+        found.add("code", logits[:2], dense[:2], [0.5])
+        found.add("lookup", logits[2:], dense[2:], [1.0])
+    gain = other.summary(base)
+    assert gain["agreement"] == 0.75 and gain["agreement_gain"] == 0.25 and gain["agreement_gain_error"] == 0.25
+    assert gain["agreement_code"] == 1 and gain["agreement_lookup"] == 0.5 and gain["attended"] == 0.75
+    assert gain["kl_gain"] < 0 and gain["kl_code"] == pytest.approx(0, abs=1e-9)
+    assert base.summary(base)["agreement_gain"] == base.summary(base)["kl_gain_error"] == 0
