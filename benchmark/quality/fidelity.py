@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         context = Prefilled.read(checkpoint, ids, args.tail, args.device, file)
         for name, how in settings.items():
             run = SparseRows(checkpoint, context, how)
-            measured[name].add(kind, run.predictions(), context.logits, run.attended)
+            measured[name].add(kind, run.predictions(), context.logits, run)
         done = time.monotonic() - start
         print(f"[fidelity] {done:6.1f} s  {number + 1} of {len(texts)} contexts ({kind})", file=sys.stderr, flush=True)
         baseline = next(iter(measured.values()))
@@ -86,15 +86,17 @@ class Measured:
     kinds: list[str] = field(default_factory=list)  # of each row
     same: list[torch.Tensor] = field(default_factory=list)  # float64 [R] 1 where the top token is the dense one
     far: list[torch.Tensor] = field(default_factory=list)  # float64 [R] KL of dense to sparse, nats
-    attended: list[float] = field(default_factory=list)  # a layer and context each
+    attended: list[list[float]] = field(default_factory=list)  # of each context and layer
+    lost: list[list[float]] = field(default_factory=list)
 
-    def add(self, kind: str, sparse: torch.Tensor, dense: torch.Tensor, attended: list[float]) -> None:
+    def add(self, kind: str, sparse: torch.Tensor, dense: torch.Tensor, run: SparseRows) -> None:
         """sparse, dense: logits [R, vocabulary] after the same tokens."""
         p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
         self.same.append((sparse.argmax(-1) == dense.argmax(-1)).double().cpu())
         self.far.append((p.exp() * (p - q)).sum(-1).double().cpu())
         self.kinds += [kind] * len(sparse)
-        self.attended += attended
+        self.attended.append(run.attended)
+        self.lost.append(run.lost)
 
     def summary(self, baseline: Measured) -> dict:
         """Means over all rows, and gains over the baseline's same rows with their standard errors."""
@@ -106,19 +108,21 @@ class Measured:
         for kind in dict.fromkeys(self.kinds):
             rows = torch.tensor([each == kind for each in self.kinds])
             found[f"agreement_{kind}"], found[f"kl_{kind}"] = same[rows].mean().item(), far[rows].mean().item()
-        return found | {"attended": sum(self.attended) / len(self.attended)}
+        attended, lost = torch.tensor(self.attended), torch.tensor(self.lost)  # [contexts, L]
+        by_layer = {"attended_by_layer": attended.mean(0).tolist(), "lost_by_layer": lost.mean(0).tolist()}
+        return found | {"attended": attended.mean().item(), "lost": lost.mean().item()} | by_layer
 
 
 def table(rows: list[dict]) -> str:
     """A line a setting; gains are against the first one, in points of agreement and in nats."""
     width = max(len(row["setting"]) for row in rows)
     lines = [f"{rows[0]['rows']} rows; gains against: {rows[0]['setting']}"]
-    lines.append(f"{'':{width}}  same top-1          gain        KL              gain  attention kept")
+    lines.append(f"{'':{width}}  same top-1          gain        KL              gain  attention kept  output lost")
     for row in rows:
         gain, error = 100 * row["agreement_gain"], 100 * row["agreement_gain_error"]
         lines.append(
             f"{row['setting']:{width}}  {row['agreement']:10.2%}  {gain:+5.2f} ± {error:4.2f}  {row['kl']:8.4f}  "
-            f"{row['kl_gain']:+.4f} ± {row['kl_gain_error']:.4f}  {row['attended']:14.2%}"
+            f"{row['kl_gain']:+.4f} ± {row['kl_gain_error']:.4f}  {row['attended']:14.2%}  {row['lost']:11.2%}"
         )
     return "\n".join(lines)
 

@@ -73,12 +73,17 @@ class Selecting:
 
 
 class SparseRows(Llama):
-    """Runs the tail of a prefilled context. attended: share of the exact attention that the selections hold, a mean."""
+    """Runs the tail of a prefilled context, once. Of each layer, in order:
+
+    attended: share of the exact attention that the selections hold. lost: squared distance of the attention's output
+    from what the same queries would read of everything, as a share of that output's square.
+    """
 
     def __init__(self, checkpoint: Checkpoint, context: Prefilled, how: Selecting):
         super().__init__(checkpoint, device=context.keys.device)
         self.context, self.how = context, how
         self.attended: list[float] = []
+        self.lost: list[float] = []
 
     @torch.inference_mode()
     def predictions(self) -> torch.Tensor:
@@ -99,11 +104,14 @@ class SparseRows(Llama):
         logits.masked_fill_(torch.arange(total, device=q.device) > position[:, None], float("-inf"))
         chosen = select(q, keys, logits, position, how)  # bool [H, R, NP], NP counts the open page
         tokens = chosen.repeat_interleave(how.page, -1)[:, None, :, :total]
-        norm = logits.logsumexp(-1, keepdim=True)
-        weights = logits.sub_(norm).exp_().mul_(tokens)
+        weights = logits.softmax(-1)
+        full = weights @ values[:, None]  # [H, G, R, D]
+        weights.mul_(tokens)
         share = weights.sum(-1, keepdim=True)
+        out = weights @ values[:, None] / share
         self.attended.append(float(share.mean()))
-        return (weights @ values[:, None] / share).view(heads * group, rows, dim)
+        self.lost.append(float((out - full).square().sum() / full.square().sum()))
+        return out.view(heads * group, rows, dim)
 
 
 def select(q, keys, logits, position, how: Selecting) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def context(checkpoint) -> Prefilled:
 def test_everything_selected_is_dense(checkpoint, context):
     rows = SparseRows(checkpoint, context, Selecting(mean, budget=TOKENS + 16))
     torch.testing.assert_close(rows.predictions(), context.logits, rtol=1e-4, atol=1e-4)
-    assert min(rows.attended) == pytest.approx(1)
+    assert min(rows.attended) == pytest.approx(1) and max(rows.lost) < 1e-8
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -72,6 +73,7 @@ def test_exact_scores_keep_the_most_attention(checkpoint, context, budget):
         rows.predictions()
     # Only the first layer's rows see the same queries whatever the score.
     assert kept[exact].attended[0] > kept[mean].attended[0] + 0.001
+    assert 0.001 < kept[exact].lost[0] < kept[mean].lost[0]
 
 
 def test_gauss_is_exact_to_second_order():
@@ -135,10 +137,11 @@ def test_gains_are_paired():
     base, other = Measured(), Measured()
     for found, right in ((base, [1, 1, 0, 0]), (other, [1, 1, 0, 1])):
         logits = torch.where(torch.tensor(right)[:, None] == 1, dense, wrong)
-        found.add("code", logits[:2], dense[:2], [0.5])
-        found.add("lookup", logits[2:], dense[2:], [1.0])
+        found.add("code", logits[:2], dense[:2], SimpleNamespace(attended=[0.5, 1.0], lost=[0.2, 0.0]))
+        found.add("lookup", logits[2:], dense[2:], SimpleNamespace(attended=[1.0, 1.0], lost=[0.0, 0.0]))
     gain = other.summary(base)
     assert gain["agreement"] == 0.75 and gain["agreement_gain"] == 0.25 and gain["agreement_gain_error"] == 0.25
-    assert gain["agreement_code"] == 1 and gain["agreement_lookup"] == 0.5 and gain["attended"] == 0.75
+    assert gain["agreement_code"] == 1 and gain["agreement_lookup"] == 0.5 and gain["attended_by_layer"] == [0.75, 1]
+    assert gain["lost_by_layer"] == pytest.approx([0.1, 0]) and gain["lost"] == pytest.approx(0.05)
     assert gain["kl_gain"] < 0 and gain["kl_code"] == pytest.approx(0, abs=1e-9)
     assert base.summary(base)["agreement_gain"] == base.summary(base)["kl_gain_error"] == 0
