@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from benchmark.corpus import load_tokenizer
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
-from benchmark.quality.texts import contexts
+from benchmark.quality.texts import KINDS, contexts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,10 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=6144, help="tokens of a context")
     parser.add_argument("--tail", type=int, default=256, help="tokens at its end that are predicted")
     parser.add_argument("--each", type=int, default=3, help="contexts of every kind of text")
+    parser.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS, help="of text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--keep", type=Path, help="folder for prefilled contexts, for later runs (0.3 GB each)")
     parser.add_argument("--json", type=Path, help="write all figures there too")
     args = parser.parse_args(argv)
+    command = shlex.join(["python", "-m", "benchmark.quality.fidelity", *(argv or sys.argv[1:])])
     start = time.monotonic()
     try:
         checkpoint, tokenizer = Checkpoint(args.model), load_tokenizer(args.model)
@@ -63,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     texts = contexts(tokenizer, args.length, args.tail, args.each)
     rows: list[dict] = []
     for number, (kind, ids) in enumerate(texts):
+        if kind not in args.kind:
+            continue
         file = args.keep / f"{number}-{kind}-{args.length}.pt" if args.keep else None
         context = Prefilled.read(checkpoint, ids, args.tail, args.device, file)
         for name, how in settings.items():
@@ -73,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         baseline = next(iter(measured.values()))
         rows = [{"setting": name, **found.summary(baseline)} for name, found in measured.items()]
         if args.json:  # after every context, so that a run that is cut short leaves what it has
-            record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), "device": args.device, "rows": rows}
+            record = {"command": command, "date": time.strftime("%Y-%m-%d"), "device": args.device, "rows": rows}
             args.json.write_text(json.dumps(record, indent=1))
     print(table(rows))
     return 0

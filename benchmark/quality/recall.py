@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write scores and answers there too")
     args = parser.parse_args(argv)
+    command = shlex.join(["python", "-m", "benchmark.quality.recall", *(argv or sys.argv[1:])])
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     def count(text: str) -> int:
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
                 ]
                 rows.append({"task": task, "length": length, "budget": budget, "score": score, "asked": asked})
     if args.json:
-        record = {"command": sys.argv, "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "rows": rows}
+        record = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "rows": rows}
         args.json.write_text(json.dumps(record, indent=1))
     return 0
 
