@@ -13,11 +13,14 @@ PAIR_TOKENS, PAIR_BUDGET = 2816, 256
 SMALL_POOL_TOKENS = 1024
 
 
-def smallest_cache(budget: int, requests: int, **config) -> int:
-    """Bytes of the page cache below which so many requests may not run, on the demo model."""
+DEMO = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
+TINY = Geometry(4, 2, 4, 32, PAGE, 0, 0, 0, torch.float32, torch.float32)  # of tiny_models.py
+
+
+def smallest_cache(budget: int, requests: int, geometry: Geometry = DEMO, **config) -> int:
+    """Bytes of the page cache below which so many requests may not run, on a model of that geometry."""
     settings = SparseKVConfig.from_dict({"budget": budget, **config})
     shape = SelectionShape.from_tokens(PAGE, settings.budget, settings.sinks, settings.window)
-    geometry = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
     headroom = -(-int(settings.prefetch_cap * shape.budget_pages * 1000) // 1000)
     most = -(-(8192 + 8) // PAGE) + 1  # pages of the longest request, as the planner counts them
     slots = planner.needed_slots(requests, shape, max_pages=most, headroom=headroom)
@@ -54,7 +57,9 @@ KINDS: dict[str, Kind] = {
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"},
     ),
     # A host pool of four requests of test_admission.py, and a page cache that is smaller still.
-    "small-pool": _sparse(64, SMALL_POOL_TOKENS, requests=4),
+    "small-pool": Kind(
+        pool(SMALL_POOL_TOKENS, 4), {"budget": 64, "cache_memory": smallest_cache(64, 4, TINY)}, model="qwen2"
+    ),
     "plain-long": Kind(pool(24576, 2)),
     "long": _sparse(8192, 24576, requests=1, debug=True, prefetch_cap=0.125),
     "long-batch": _sparse(512, 32768, requests=4, debug=True),
