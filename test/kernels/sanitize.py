@@ -13,11 +13,11 @@ import torch
 from layers import copied, make_layer, random_selection
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda
+from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 
-def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, group: int) -> None:
-    gpu = torch.device("cuda", torch.cuda.current_device())
+def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, group: int) -> None:
     shape = SelectionShape.from_tokens(page_size, 16 * page_size, page_size, 3 * page_size)
     n, max_pages = 3, 90
     pages = n * max_pages + 1
@@ -31,14 +31,25 @@ def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, gro
     k, v = (torch.randn((n, rows, heads, dim), device=gpu).to(dtype) for _ in range(2))
     page = table.gather(1, (length // page_size)[:, None])[:, 0]
 
-    cuda.append(view, k[:, 0], v[:, 0], page, length % page_size, active, clock)
+    others = [make_layer(seed, gpu, heads, 88, pages, page_size, dim, dtype) for seed in (1, 2)]
+    store = random_selection(4, 5, heads, shape.budget_pages, max_pages).to(gpu)
+    index = torch.tensor([4, 0, 2], device=gpu)
+    beside = [Prefetch(other, store, clock, cap, table, length // page_size, index) for other in others]
+    cuda.append(view, k[:, 0], v[:, 0], page, length % page_size, active, clock, beside=beside)
+    for plan in beside:
+        cuda.gather(plan.view, plan.fetch)
+        copied(plan.view, plan.fetch)
     lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows, device=gpu))
     scores = cuda.score(q, view.landmarks, table, lo, hi, dim**-0.5)
     dense = scores.dense()
     chosen = cuda.select(scores, table, length, active, shape, shape.budget_pages)
     cuda.select(dense, table, length, active, shape, shape.budget_pages)
     cuda.select(dense.mul(0), table, length, active, shape, shape.budget_pages)
+    cuda.select(scores, table, length, active, shape, shape.budget_pages, (store, index))
+    cuda.set_miss_rate(gpu, 0.5)
     cuda.resolve(view, chosen.pages, None, clock, move=True)
+    cuda.set_miss_rate(gpu, 0)
+    cuda.resolve(others[0], chosen.pages, None, clock + 1, move=True)
     ahead = cuda.plan_prefetch(view, chosen.predicted, None, clock, cap, table, length // page_size)
     cuda.gather(view, ahead)
     _, fetch = cuda.resolve(view, random_selection(1, n, heads, 20, pages).to(gpu), None, clock + 1)
@@ -54,6 +65,9 @@ def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, gro
     cuda.stage(view, loc[:7] // page_size, torch.empty((2, heads, 7 * page_size, dim), dtype=dtype, device=gpu))
     slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
     cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)
+    tokens = torch.randint(0, 10**6, (5, max_pages * page_size - 3), dtype=torch.int32, device=gpu)
+    cuda.decode_step(shape, max_pages, rows, tokens, index, length)
+    cuda.count_guides(torch.zeros(2, dtype=torch.int64, device=gpu), index - 1, length)
     assert int(cuda.check(view)) == 0
     cuda.clear(view)
     assert int(cuda.check(view)) == 0
@@ -61,9 +75,10 @@ def run(page_size: int, dim: int, dtype: torch.dtype, rows: int, heads: int, gro
 
 
 if __name__ == "__main__":
-    run(16, 128, torch.bfloat16, 2, 2, 4)
-    run(8, 64, torch.float16, 2, 3, 8)
-    run(32, 96, torch.bfloat16, 1, 1, 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    run(device, 16, 128, torch.bfloat16, 2, 2, 4)
+    run(device, 8, 64, torch.float16, 2, 3, 8)
+    run(device, 32, 96, torch.bfloat16, 1, 1, 1)
     torch.cuda.synchronize()
     print("every kernel ran")
     sys.exit(0)
