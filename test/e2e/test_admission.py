@@ -21,6 +21,8 @@ from serving import Kind, Server
 pytestmark = pytest.mark.slow
 
 POOL = SMALL_POOL_TOKENS
+CONTEXT = 4096  # of the tiny models
+ANSWER = 2000  # tokens that are asked for: more than the pool, and with a prompt of its size within the context
 STALLED = 60  # seconds without a token, a hundred times what a step takes
 PATIENCE = 300  # seconds for an answer
 
@@ -62,10 +64,11 @@ def test_a_prompt_longer_than_the_page_cache_is_served(served: Server):
 @pytest.mark.parametrize("count", [POOL - 2 * PAGE + 1, POOL - PAGE, POOL - 10, POOL, POOL + 50, 3 * POOL, 9000])
 @pytest.mark.parametrize("served", ["small-pool"], indirect=True)
 def test_a_prompt_beyond_the_host_pool_is_refused_with_both_numbers(served: Server, count: int):
-    reply = ask(served, count, 4000, seed=count)
+    reply = ask(served, count, ANSWER, seed=count)
     assert reply.status_code == 400, reply.text
     text = reply.json()["error"]["message"]
-    limit = 4096 if count > 4096 else POOL - 2 * PAGE + 1
+    # SGLang looks first whether prompt and answer together fit the model's context.
+    limit = CONTEXT if count + ANSWER > CONTEXT else POOL - 2 * PAGE + 1
     assert str(count) in text and str(limit) in text, text
 
 
@@ -75,7 +78,7 @@ def test_generated_tokens_are_counted(served: Server, count: int):
     """What is asked for beyond the pool ends early and in order, whatever waits beside it."""
     replies: list[requests.Response] = []
     threads = [
-        threading.Thread(target=lambda seed=seed: replies.append(ask(served, count, 4000, seed))) for seed in (1, 2)
+        threading.Thread(target=lambda seed=seed: replies.append(ask(served, count, ANSWER, seed))) for seed in (1, 2)
     ]
     for thread in threads:
         thread.start()
