@@ -112,6 +112,15 @@ def test_resync_trusts_a_chain_that_was_right_and_looks_up_after_a_wrong_guess(s
     assert propose(resync, positions) == [6, 81]
 
 
+def test_resync_leaves_a_lost_chain_to_requests_that_do_not_look_up(state, guides):
+    positions = remember(state, [4, 5, 6, 4], [4, 5, 6, 4])
+    state.looks_up[SLOTS[0]] = False
+    guides["resync"].observe(SLOTS, torch.tensor([80, 81]), WRONG)
+    assert propose(guides["resync"], positions) == [80, 5]
+    state.start(SLOTS)
+    assert propose(guides["resync"], positions) == [5, 5], "better than nothing"
+
+
 def test_resync_keeps_the_chain_where_a_lookup_finds_nothing(state, guides):
     positions = remember(state, [4, 5, 6], [1, 2, 3])
     guides["resync"].observe(SLOTS, torch.tensor([80, 81]), WRONG)

@@ -208,6 +208,7 @@ def request(slot, prompt=(5, 9, 2), temperature=1.0, greedy=True, seed=None, max
         sampling_seed=seed,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_k=1 if greedy else TOP_K_ALL,
         custom_params={ASK: True} if asks else None,
     )
     tokens = list(prompt)
@@ -497,6 +498,15 @@ def test_one_row_holds_nothing_back():
     rig.prefill(request(3))
     rig.decode()
     assert rig.runtime.gate.open[EARLY].all() and rig.runtime.gate.open[LATE].all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy", "expected"), [(1.0, True, True), (0.6, False, True), (1.0, False, False)]
+)
+def test_hot_requests_do_not_look_up(temperature, greedy, expected):
+    rig = Rig("resync")
+    rig.prefill(request(1), request(3, temperature=temperature, greedy=greedy))
+    assert rig.worker.guide_state.looks_up[[1, 3]].tolist() == [True, expected]
 
 
 def test_a_recording_keeps_steps_and_no_look_ahead():

@@ -324,6 +324,9 @@ class DualDecodeWorker(BaseSpecWorker):
             keys = self._upload([self._noise_seeds.of(req) for req in batch.reqs], torch.int64)
             self._noise_keys[slots] = keys
             sampling.couple(batch.sampling_info, keys)
+        # Greedy requests come as top-k 1 at temperature 1.
+        looks_up = [p.top_k == 1 or p.temperature < guide.LOOK_UP_BELOW for p in params]
+        self.guide_state.looks_up[slots] = self._upload(looks_up, torch.bool)
         for req, param in zip(batch.reqs, params, strict=True):
             if self.runtime.history is not None:
                 # All of a prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
