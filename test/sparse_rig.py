@@ -11,7 +11,6 @@ from sglang.srt.sparse_kv import planner
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.decode import decode_layer
 from sglang.srt.sparse_kv.geometry import Geometry
-from sglang.srt.sparse_kv.ops.landmarks import landmark
 from sglang.srt.sparse_kv.prefill import Prefill
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -153,8 +152,8 @@ class Rig:
         for h in range(g.kv_heads):
             chosen = []
             if candidates:
-                marks = torch.stack([landmark(keys[c * p : (c + 1) * p, h]) for c in candidates])
-                logits = queries[0, h] @ marks.T * SCALE
+                means = torch.stack([keys[c * p : (c + 1) * p, h].mean(0) for c in candidates])
+                logits = queries[0, h] @ means.T * SCALE
                 best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0)
                 order = sorted(range(len(candidates)), key=lambda i: (-best[i].item(), i))
                 chosen = [candidates[i] for i in order[: shape.budget_pages]]
@@ -176,8 +175,8 @@ class Rig:
         candidates = list(range(shape.sink_pages, first))
         chosen = []
         if candidates:
-            marks = torch.stack([landmark(keys[c * p : (c + 1) * p]) for c in candidates])
-            logits = queries @ marks.T * SCALE
+            means = torch.stack([keys[c * p : (c + 1) * p].mean(0) for c in candidates])
+            logits = queries @ means.T * SCALE
             best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0).tolist()
             order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
             chosen = [candidates[i] for i in order[: shape.budget_pages]]

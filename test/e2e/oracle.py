@@ -1,9 +1,8 @@
 """What sparse decoding means, said once more on top of transformers: no pages, no cache, no host, no guide.
 
 Prefill attends to everything. A decode step attends, per layer and kv head, to the sinks, to the recent window with the
-open page, and to the budget's best of the closed pages between: those whose landmark has the largest share of a
-softmax over landmarks, for any query head of the group. A landmark is a mean of the page's keys in which those that
-stand out weigh more.
+open page, and to the budget's best of the closed pages between: those whose mean key has the largest share of a
+softmax over such means, for any query head of the group.
 """
 
 from __future__ import annotations
@@ -57,19 +56,11 @@ class Oracle:
         chosen = set(range(min(self.sink_pages, first_recent))) | set(range(first_recent, -(-length // page)))
         between = range(self.sink_pages, first_recent)
         if len(between):
-            marks = torch.stack([self._landmark(keys[number * page : (number + 1) * page]) for number in between])
-            shares = torch.log_softmax(query @ marks.T, dim=-1).amax(0)
+            means = torch.stack([keys[number * page : (number + 1) * page].mean(0) for number in between])
+            shares = torch.log_softmax(query @ means.T, dim=-1).amax(0)
             order = shares.argsort(descending=True, stable=True)[: self.budget_pages]
             chosen |= {between[int(place)] for place in order}
         attended = torch.zeros(len(keys), dtype=torch.bool)
         for number in chosen:
             attended[number * page : (number + 1) * page] = True
         return attended
-
-    @staticmethod
-    def _landmark(keys: torch.Tensor) -> torch.Tensor:
-        """keys [P, D] -> [D]: weights grow with the distance from the mean, over the dimensions that turn slowly."""
-        dim = keys.shape[1]
-        slow = [d for d in range(dim) if d % (dim // 2) >= dim // 4]
-        distance = (keys - keys.mean(0))[:, slow].pow(2).sum(1)
-        return torch.softmax(0.7 * distance / distance.mean(), 0) @ keys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from sglang.srt.sparse_kv.ops.landmarks import landmark
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, LayerView
 
 
@@ -41,7 +40,7 @@ def make_layer(
         stamp[head, where] = torch.randint(0, step, (used,), generator=random, dtype=torch.int32)
         ahead[head, where] = torch.rand(used, generator=random) < 0.3
         kv[head, where] = host[which, head]
-    landmarks = landmark(host[:, :, 0]).to(landmark_dtype or dtype)
+    landmarks = host[:, :, 0].float().mean(2).to(landmark_dtype or dtype)
     on_device = (t.to(device) for t in (kv, slot_of, page_of, stamp, ahead))
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
     return LayerView(*on_device, host, landmarks.to(device), counters)

@@ -1,5 +1,4 @@
 // A prefill's chunk: to the host, with the landmarks of the pages that it closes, and into slots.
-#include "landmark.cuh"
 #include "ptx.cuh"
 
 namespace skv {
@@ -33,18 +32,18 @@ __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& 
   for (int64_t t = first + warp_id(); t < first + tokens; t += blockDim.x >> 5) {
     int64_t loc = get(args.loc, t), page = loc / view.page_size;
     if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
-    const char* stored = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
-    with_type(view.dtype, [&](auto type) {
-      using Element = decltype(type);
-      make_landmark(view, (page * view.heads + head) * dim, [&](int token, int d) {
+    const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
+    for (int d = lane_id(); d < dim; d += 32) {
+      float sum = 0;
+      for (int back = static_cast<int>(view.page_size) - 1; back >= 0; --back) {
         // A key of this chunk is taken from it: its copy on the host may still be on its way.
-        int64_t back = view.page_size - 1 - token;
         bool inside = t >= back && get(args.loc, t - back) == loc - back;
-        auto* keys = reinterpret_cast<const Element*>(inside ? row(args.k, args.stride_k, t - back)
-                                                             : stored + static_cast<int64_t>(token) * bytes);
-        return to_float(keys[d]);
-      });
-    });
+        sum += inside ? load_element(row(args.k, args.stride_k, t - back), d, view.dtype)
+                      : load_element(keys, (view.page_size - 1 - back) * dim + d, view.dtype);
+      }
+      store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
+                    sum / static_cast<float>(view.page_size));
+    }
   }
 }
 

@@ -71,18 +71,6 @@ __device__ __forceinline__ float load_element(const void* p, int64_t i, int64_t 
   return static_cast<const float*>(p)[i];
 }
 
-// Calls f with a value of the type that a code names: loads inside f are of that type and need not wait for one another.
-template <typename F>
-__device__ __forceinline__ void with_type(int64_t dtype, F f) {
-  if (dtype == SKV_BF16) {
-    f(__nv_bfloat16{});
-  } else if (dtype == SKV_FP16) {
-    f(__half{});
-  } else {
-    f(float{});
-  }
-}
-
 __device__ __forceinline__ void store_element(void* p, int64_t i, int64_t dtype, float x) {
   if (dtype == SKV_BF16) {
     static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16(x);

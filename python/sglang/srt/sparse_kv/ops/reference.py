@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.sparse_kv.ops.landmarks import landmark
 
 NONE = -1
 NEVER = -1  # stamp of a free slot: older than any step
@@ -429,7 +428,7 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
     closing = off[:, 0] == page_size - 1
     if bool(closing.any()):
         keys = view.kv[head, slot[closing], 0]  # [M, H, P, D]
-        view.landmarks[pg[closing, 0]] = landmark(keys).to(view.landmarks.dtype)
+        view.landmarks[pg[closing, 0]] = keys.float().mean(2).to(view.landmarks.dtype)
 
 
 def append(
@@ -468,7 +467,7 @@ def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Te
     closed = page[offset == page_size - 1]
     if closed.numel():
         keys = view.host[closed, :, 0].to(view.landmarks.device)
-        view.landmarks[closed] = landmark(keys).to(view.landmarks.dtype)
+        view.landmarks[closed] = keys.float().mean(2).to(view.landmarks.dtype)
 
 
 def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
