@@ -10,7 +10,6 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
-from sglang.srt.sparse_kv.ops.landmarks import landmark
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
@@ -92,11 +91,11 @@ def test_the_study_selects_what_the_product_selects(sinks, window):
     rand = torch.Generator().manual_seed(window)
     keys, q = torch.randn(heads, total, dim, generator=rand), torch.randn(heads, group, rows, dim, generator=rand)
     position = torch.arange(total - rows, total)
-    how = Selecting(outliers, 40, page, sinks, window)
+    how = Selecting(mean, 40, page, sinks, window)
     found = select(q, keys, torch.zeros(()), position, how)  # [H, R, NP]
     shape = SelectionShape.from_tokens(page, 40, sinks, window)
     lo, hi = shape.candidate_bounds(position[:, None])
-    landmarks = landmark(keys.unflatten(1, (-1, page))).transpose(0, 1)  # [NP, H, D]
+    landmarks = keys.unflatten(1, (-1, page)).mean(2).transpose(0, 1)  # [NP, H, D]
     table = torch.arange(total // page, dtype=torch.int32).expand(rows, -1)
     queries = q.permute(2, 0, 1, 3)[:, None]  # a row of the study is a request
     scores = reference.score(queries, landmarks, table, lo, hi, 1.0)
