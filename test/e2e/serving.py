@@ -42,7 +42,7 @@ DEFAULT_POLICY = {
     "guide_attends": "selected",
     "prefetch": True,
     "prefetch_cap": 1.0,
-    "prefetch_floor": 0.0,
+    "prefetch_floor": 0.25,
     "residency": "all",
     "cache_slots": 0,
     "transfer": "plain",

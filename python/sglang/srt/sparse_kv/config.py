@@ -113,7 +113,7 @@ class SparseKVConfig:
     sinks: int = 16
     window: int = 64
     prefetch: bool = True
-    prefetch_floor: float = 0.0
+    prefetch_floor: float = 0.25
     lookahead: int = 8
     prefetch_cap: float = 1.0
     cache_memory: int | str = "auto"
