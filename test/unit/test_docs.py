@@ -105,7 +105,9 @@ def test_commands_name_what_exists(document, command, server_flags, endpoints):
     elif (program, *words[:2])[:2] == ("sglang", "serve") or words[:2] == ["-m", "sglang.launch_server"]:
         assert flags(words) - {"--help"} <= server_flags
     elif program == "python":
-        check_program(words)
+        ours = words.index("--") if "--" in words else len(words)  # what follows goes to a server
+        check_program(words[:ours])
+        assert flags(words[ours + 1 :]) <= server_flags
     elif program == "sglang-sparse-kv":
         source = "".join(path.read_text() for path in PACKAGE.glob("*.py"))
         assert words[0] in ("plan", "doctor") and all(f'"{flag}"' in source for flag in flags(words))
