@@ -45,4 +45,4 @@ def test_a_chain_over_pages_of_its_own_stays_right(sparse: Server):
         sparse.ask(prompt, 40, ignore_eos=True)
         totals = sparse.totals()
         rates[attends] = totals["guide_hits"] / totals["guides"]
-    assert rates["own"] >= 0.97 and rates["own"] > rates["selected"], rates
+    assert rates["own"] >= max(0.97, rates["selected"]), rates

@@ -200,6 +200,21 @@ def test_what_a_radix_hit_brings_stays():
     assert rig.runtime.cache.counters[[0, 2], COUNTERS.index("missed")].tolist() == [0, 0]
 
 
+def test_what_a_prefill_writes_goes_before_its_prefix():
+    """In a cache of one selection, the page that decode goes on in is there: it is nobody's miss."""
+    rig = small_blocks(Rig(seed=14, layers=2, pages=90, context=400, requests=1), 2)
+    rig.start(1)
+    rig.extend({1: 30 * PAGE})
+    rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width})
+    rig.extend({1: PAGE + 3})
+    for page in rig.owned[1][-2:]:
+        assert [all(resident(rig, layer, page)) for layer in (0, 1)] == [True, True]
+    rig.runtime.reset_counters()
+    rig.decode([1])
+    counted = counters(rig)
+    assert counted["selected"] == counted["hit"] + counted["missed"]
+
+
 def test_a_radix_hit_spares_what_decode_selected():
     rig = small_blocks(Rig(seed=11, layers=1, pages=120, context=500, requests=2), 2)
     for req, pages in ((1, 25), (2, 20)):

@@ -157,7 +157,7 @@ class Prefill:
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
         kept = None
         if layer not in runtime.cache.scoped:
-            kept = ops.install(view, block.pages, block.page_tokens, runtime.clock_long_ago)
+            kept = ops.install(view, block.pages, block.page_tokens, runtime.clock_prefix)
 
         def copy() -> None:
             if kept is not None:

@@ -81,9 +81,10 @@ class SparseKVRuntime:
         slots, context = geometry.max_requests + 1, geometry.max_pages * geometry.page_size
         self.gate = Gate(slots, device)
         self.history = TokenHistory(slots, context, device) if config.keeps_history else None
-        clocks = [FIRST_STEP, FIRST_STEP - 1, FIRST_STEP - LONG_UNUSED]
+        clocks = [FIRST_STEP, FIRST_STEP - 1, FIRST_STEP - LONG_UNUSED, FIRST_STEP - LONG_UNUSED - 1]
         self._clocks = torch.tensor(clocks, dtype=torch.int32, device=device)
-        self.clock, self.clock_before, self.clock_long_ago = self._clocks.split(1)
+        # What a prefill brings of its prefix is older than what it writes itself, and makes room for it.
+        self.clock, self.clock_before, self.clock_long_ago, self.clock_prefix = self._clocks.split(1)
         # On the device, so that a captured graph obeys a switch.
         self.prefetch_cap = torch.zeros(1, dtype=torch.int32, device=device)
         self.forced_cap = torch.zeros(1, dtype=torch.int32, device=device)
