@@ -16,6 +16,7 @@ from sglang.srt.sparse_kv.guide import (
     warm_up,
 )
 from sglang.srt.sparse_kv.history import TokenHistory
+from sglang.srt.utils import DynamicGradMode
 
 VOCAB = 100
 SLOTS = torch.tensor([3, 1])
@@ -177,7 +178,7 @@ def test_no_request_waits_for_the_compiler():
     guide = build_guides(state)["resync"]
     warm_up(guide, gate, 0.25)
     begin, end = compiled_steps()
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with DynamicGradMode(), torch._dynamo.config.patch(error_on_recompile=True):  # as the scheduler steps
         for rows in (1, 2, 3, 8):
             for dtype in (torch.int32, torch.int64):
                 slots, positions = torch.arange(1, rows + 1), torch.full((rows,), 20)

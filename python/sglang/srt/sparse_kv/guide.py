@@ -201,11 +201,16 @@ def compiled_steps():
 def warm_up(guide: Guide, gate: Gate, floor: float) -> None:
     """Compile, in the scheduler's gradient mode, so that no request waits for it. Uses the padding slot."""
     begin, end = compiled_steps()
-    for rows in (1, 2):  # the compiler treats one row as a case of its own
-        # Tensors of their own: the compiler also keeps apart which arguments are one.
-        slots, positions = torch.zeros(2, rows, dtype=torch.int64, device=gate.open.device).unbind()
-        guess, in_sync = begin(guide, gate, slots, positions, floor)
-        for dtype in (torch.int64, torch.int32):  # of greedy tokens, and of sampled ones
-            tokens, drawn = (torch.zeros(rows, dtype=dtype, device=slots.device) for _ in range(2))
-            end(guide, gate, slots, in_sync, guess, tokens, drawn, floor)
+
+    def zeros(rows: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        # No views: the compiler keeps tensors with a base apart from those without.
+        return torch.zeros(rows, dtype=dtype, device=gate.open.device)
+
+    # Equal sizes stay independent: that two requests are as many as the gate has rates means nothing.
+    with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        for rows in (1, 2):  # the compiler treats one row as a case of its own
+            slots = zeros(rows)
+            guess, in_sync = begin(guide, gate, slots, zeros(rows), floor)
+            for dtype in (torch.int64, torch.int32):  # of greedy tokens, and of sampled ones
+                end(guide, gate, slots, in_sync, guess, zeros(rows, dtype), zeros(rows, dtype), floor)
     gate.open[:, 0] = True
