@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.sparse_kv import host_memory, host_pool, launch, report, sizing
+from sglang.srt.sparse_kv import host_memory, host_pool, launch, planner, report, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.ops import pinned
+from sglang.srt.sparse_kv.planner import Plan
 
 GB = 10**9
 GIB = 1 << 30
@@ -189,6 +192,46 @@ def test_every_byte_of_the_gpu_has_a_purpose(monkeypatch):
     slack = free - sum(plan.device_bytes.values())
     assert sum(plan.outside.values()) + free == 150 * GB and slack >= 0
     assert json.loads(json.dumps(plan.as_dict()))["outside"] == plan.outside
+
+
+def recorded_starts() -> list[dict]:
+    """Servers with sparse KV that ran on a GPU and said what their start took."""
+    files = sorted((Path(__file__).parents[2] / "benchmark" / "results").glob("*h200-serving-*.json"))
+    servers = [server for file in files for run in json.loads(file.read_text())["runs"] for server in run["servers"]]
+    return [server for server in servers if planner.LEFT in (server.get("plan") or {}).get("outside", ())]
+
+
+def test_there_are_recorded_starts():
+    assert len(recorded_starts()) >= 2
+
+
+@pytest.mark.parametrize("server", recorded_starts())
+def test_what_a_gpu_held_after_a_start_was_planned(server, monkeypatch, caplog):
+    """The plan and the graphs of servers that ran, against what the GPU said was in use: within 2 %."""
+    known = {field.name for field in dataclasses.fields(Plan)}
+    plan = Plan(**{name: value for name, value in server["plan"].items() if name in known})
+    share = float(server["command"][server["command"].index("--mem-fraction-static") + 1])
+    before = plan.outside[planner.LEFT] / (1 - share)
+    total = int(before) + plan.outside["in use before loading (context, other processes)"]
+    free = int(server["memory_usage"]["startup_available"] * GIB)
+    runtime = SimpleNamespace(plan=plan, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    with caplog.at_level("INFO"):
+        sizing.note_start(runtime, server["memory_usage"]["graph"], {})
+    found = runtime.plan
+    assert sum(found.in_use.values()) == total - free and found.unused == free
+    assert set(found.in_use) == {*plan.device_bytes, *plan.outside, planner.GRAPHS, planner.REST} - {planner.LEFT}
+    assert 0.2 * GB < found.in_use[planner.GRAPHS] < GB
+    assert abs(found.in_use[planner.REST]) <= 0.02 * (total - free)
+    for name in ("KV pool", *found.in_use):
+        assert len(re.findall(rf"^    {re.escape(name)} ", caplog.text, re.MULTILINE)) == 1, name
+    assert json.loads(json.dumps(found.as_dict()))["in_use"] == found.in_use
+
+
+def test_without_a_gpu_nothing_is_measured():
+    runtime = SimpleNamespace(plan=None, device=torch.device("cpu"))
+    sizing.note_start(runtime, {"decode": 1.0})
+    assert runtime.plan is None
 
 
 def test_a_gpu_without_figures_is_told(monkeypatch):

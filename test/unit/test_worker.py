@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
-from sglang.srt.sparse_kv import sampling, worker
+from sglang.srt.sparse_kv import sampling, sizing, worker
 from sglang.srt.sparse_kv.gate import EARLY, LATE, Gate
 from sglang.srt.sparse_kv.history import TokenHistory
 from sglang.srt.sparse_kv.request_info import ASK, KEYS
@@ -540,6 +540,15 @@ def test_row_1_pays_for_the_token_that_the_next_step_will_have_counted(monkeypat
 
 
 # ---------------------------------------------------------------- what upstream sees
+
+
+def test_the_start_is_measured_once_graphs_are_captured(monkeypatch):
+    rig, seen = Rig(), []
+    rig.target.graph_memory_usage = {"target_verify": 0.4}
+    monkeypatch.setattr(sizing, "note_start", lambda runtime, *graphs: seen.append((runtime, *graphs)))
+    rig.worker.init_cuda_graphs()
+    ((runtime, theirs, ours),) = seen
+    assert runtime is rig.runtime and theirs == {"target_verify": 0.4} and not any(ours.values())
 
 
 @pytest.mark.parametrize(("guide", "rows"), [("chain", 2), ("none", 1)])

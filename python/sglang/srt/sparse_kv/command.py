@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, report, split
+from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, planner, report, split
 from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, config_from_arguments, parse_size
 from sglang.srt.sparse_kv.devices import Device
 
@@ -108,7 +108,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     outside = {
         "weights": weights,
         "CUDA context": dense.CONTEXT_BYTES,
-        "left to SGLang (activations, graphs, workspaces)": int(before * (1 - share)),
+        planner.LEFT: int(before * (1 - share)),
     }
     return {
         "model": shape.architecture,

@@ -15,6 +15,8 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_lay
 STAGING_TOKENS_CPU = 1024  # of each of the two staging slots
 STAGING_TOKENS_CUDA = 8192
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
+LEFT = "left to SGLang (activations, graphs, workspaces)"
+GRAPHS, REST = "CUDA graphs", "the rest (SGLang's buffers and tables)"
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class Plan:
     """What was decided. Sizes in bytes of one rank; slots per layer and kv head.
 
     host_bytes: exactly host_tokens of KV. The pool also allocates one page for the dummy, out of what was given.
-    device_bytes: what sparse KV allocates, by purpose. estimates: what is expected of requests of some lengths, see
-    split.py. reasons: one sentence for each choice that the user did not make.
+    device_bytes: what sparse KV allocates, by purpose. in_use: what is taken once graphs are captured, measured, by
+    purpose; unused: what is left then. estimates: what is expected of requests of some lengths, see split.py. reasons:
+    one sentence for each choice that the user did not make.
     """
 
     host_bytes: int
@@ -40,12 +43,22 @@ class Plan:
     max_context: int = 0  # tokens of one request, prompt and answer, that the host pool takes
     device: str = ""  # whose figures the estimates use; none without a GPU
     outside: dict[str, int] = dataclasses.field(default_factory=dict)  # device bytes of SGLang and others
+    in_use: dict[str, int] = dataclasses.field(default_factory=dict)
+    unused: int = 0
     estimates: tuple[dict[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as builtins."""
         return dataclasses.asdict(self)
+
+
+def started(plan: Plan, graphs: int, free: int, total: int) -> Plan:
+    """The plan with what is in use after the start, bytes: graphs as captured; free, of total, as the GPU says."""
+    named = {name: size for name, size in plan.outside.items() if name != LEFT} | plan.device_bytes
+    named[GRAPHS] = graphs
+    named[REST] = total - free - sum(named.values())
+    return dataclasses.replace(plan, in_use=named, unused=free)
 
 
 def needed_slots(requests: int, shape: SelectionShape, max_pages: int, headroom: int) -> int:

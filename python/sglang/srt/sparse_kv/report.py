@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.sparse_kv.planner import Plan
+from sglang.srt.sparse_kv.planner import REST, Plan
 
 
 def table(plan: Plan) -> str:
@@ -17,6 +17,20 @@ def table(plan: Plan) -> str:
     ]
     lines += expected(plan)
     return "\n".join([*lines, *(f"  {reason}" for reason in plan.reasons)])
+
+
+def in_use(plan: Plan) -> str:
+    """What a started server holds, as lines of text."""
+    total, rest = sum(plan.in_use.values()), plan.in_use[REST]
+    return "\n".join(
+        [
+            "sparse KV memory in use (per rank)",
+            *memory("device memory, with graphs captured", list(plan.in_use.items())),
+            *memory("host memory", [("KV pool", plan.host_bytes)]),
+            f"  {plan.unused / 1e9:.3f} GB of the GPU are free for activations; plan and graphs account for what is in "
+            f"use within {abs(rest) / total:.1%}",
+        ]
+    )
 
 
 def memory(title: str, rows: list[tuple[str, int]]) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
-from sglang.srt.sparse_kv import devices, host_memory, planner, split
+from sglang.srt.sparse_kv import devices, host_memory, planner, report, split
 from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.planner import Plan
+
+logger = logging.getLogger(__name__)
 
 CPU_HOST_BYTES = 2 * 10**9
 CPU_CACHE_BYTES = 1 << 30
@@ -97,7 +100,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
     outside = {
         "weights": weights,
         "in use before loading (context, other processes)": max(0, total - before_load),
-        "left to SGLang (activations, graphs, workspaces)": kept,
+        planner.LEFT: kept,
     }
     reasons = list(made.reasons)
     if devices.find(name, total) is None:
@@ -106,6 +109,16 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
         )
     _current = dataclasses.replace(made, outside=outside, reasons=tuple(reasons))
     return _current
+
+
+def note_start(runtime: Any, *graphs: dict[str, float]) -> None:
+    """Measures what a GPU holds once its graphs are captured, and logs it. graphs: GiB by phase, as SGLang has them."""
+    if runtime.device.type == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    captured = int(sum(sum(usage.values()) for usage in graphs) * (1 << 30))
+    runtime.plan = planner.started(runtime.plan, captured, free, total)
+    logger.info(report.in_use(runtime.plan))
 
 
 def host_bytes(config: SparseKVConfig, on_cpu: bool) -> int:

@@ -18,7 +18,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.sparse_kv import guide, sampling
+from sglang.srt.sparse_kv import guide, sampling, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
 from sglang.srt.sparse_kv.request_info import StepInfo, asks
@@ -143,6 +143,7 @@ class DualDecodeWorker(BaseSpecWorker):
             self._begin_guess, self._end_guess = guide.compiled_steps()
             policy = self.runtime.policy
             guide.warm_up(self.guides[policy.guide], self.runtime.gate, policy.prefetch_floor)
+        sizing.note_start(self.runtime, self._target_worker.graph_memory_usage, self.graph_memory_usage)
 
     def clear_cache_pool(self) -> None:
         """The scheduler flushed its caches: no request is alive and no page keeps its contents."""
