@@ -30,6 +30,7 @@ from benchmark.serving.client import Trace, session, stream
 
 REPEATS = 3
 GROUP = 8
+LONG = 65536  # tokens, from here on a cold prompt is measured once
 NEW_TOKENS = 200
 
 
@@ -61,14 +62,17 @@ class Measurement:
         self.url, self.prompts, self.sparse = url, prompts, sparse
 
     def length(self, length: int, group: bool) -> dict[str, Any]:
-        prompts = self.prompts[length]
-        first_tokens(self.url, prompts[:1])  # compilation and first allocations do not count
+        prompts, repeats = self.prompts[length], REPEATS if length < LONG else 1
+        if length < LONG:
+            first_tokens(self.url, prompts[:1])  # compilation and first allocations do not count
         cold = []
-        for prompt in prompts[1 : 1 + REPEATS]:
+        for prompt in prompts[1 : 1 + repeats]:
             server.flush(self.url)
             cold.append(first_tokens(self.url, [prompt])[0].ttft)
         found: dict[str, Any] = {"cold_s": statistics.median(cold), "cold_runs_s": cold}
         say(f"{length} tokens, cold: {found['cold_s']:.3f} s")
+        server.flush(self.url)
+        first_tokens(self.url, prompts[:1])
         found["second_turn"] = {"as_left": self.second_turn(prompts, empty=False)}
         if self.sparse:
             found["second_turn"]["from_host"] = self.second_turn(prompts, empty=True)
@@ -82,16 +86,14 @@ class Measurement:
         return found
 
     def second_turn(self, prompts: list[list[int]], empty: bool) -> dict[str, Any]:
-        """Each new turn differs, so that only the first prompt is found in the cache."""
-        server.flush(self.url)
-        first_tokens(self.url, prompts[:1])
+        """After the first prompt, which is cached. Each new turn differs, so that no more than it is found there."""
         before = self._counters()
         seconds, cached = [], 0
         for turn in range(REPEATS):
             if empty:
                 policies.switch(self.url, "default", self.sparse["policy"])  # a switch empties the page cache
             time.sleep(0.2)
-            new = prompts[1 + turn][:NEW_TOKENS]
+            new = prompts[1 + turn][:NEW_TOKENS][:: -1 if empty else 1]
             trace = first_tokens(self.url, [prompts[0] + new])[0]
             seconds.append(trace.ttft)
             cached = trace.cached
@@ -109,20 +111,29 @@ class Measurement:
 
 
 def measure(chosen: argparse.Namespace, variant: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
+    """Starts the variant's server, or asks the one at ``--url``."""
+    if chosen.url:
+        return figures(chosen, chosen.url, prompts)
     command = options.command(chosen, variant)
     with server.Server(command, chosen.logs, {"HF_HUB_OFFLINE": "1"}, say) as running:
-        state = server.state(running.url)
-        measurement = Measurement(running.url, prompts, state.get("sparse_kv"))
-        found = {str(length): measurement.length(length, group=length <= 32768) for length in chosen.lengths}
+        found = figures(chosen, running.url, prompts)
         memory = running.memory
         return {
             "command": running.command,
-            "memory_usage": state.get("memory_usage"),
-            "plan": (state.get("sparse_kv") or {}).get("plan"),
             "peak_memory_gb": round(memory.peak / 1e9, 2),
             "peak_memory_source": memory.source,
-            "lengths": found,
+            **found,
         }
+
+
+def figures(chosen: argparse.Namespace, url: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
+    state = server.state(url)
+    measurement = Measurement(url, prompts, state.get("sparse_kv"))
+    return {
+        "memory_usage": state.get("memory_usage"),
+        "plan": (state.get("sparse_kv") or {}).get("plan"),
+        "lengths": {str(length): measurement.length(length, group=length <= 32768) for length in chosen.lengths},
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
