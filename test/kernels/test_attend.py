@@ -145,18 +145,31 @@ def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, fused):
     assert torch.equal(got[num_pages > 0], expected[num_pages > 0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_prefill_blocks(gpu, causal):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "causal"), [(97, 97, True), (97, 330, True), (97, 230, False), (1, 65, True)]
+)
+@pytest.mark.parametrize("heads", [2, 40])  # so many that FlashInfer may choose its kernel
+def test_prefill_blocks(gpu, tokens, keys, causal, heads, dtype):
+    """Queries and the chunk's own keys are slices of a projection, a prefix lies head by head."""
     pytest.importorskip("flashinfer", reason="needs FlashInfer")
     random = torch.Generator().manual_seed(0)
-    tokens, keys, heads, group, dim = 97, 97 if causal else 230, 2, 4, 128
-    q = torch.randn((tokens, heads * group, dim), generator=random).half()
-    k, v = (torch.randn((heads, keys, dim), generator=random).half() for _ in range(2))
+    group, dim = 4, 128
+    q = torch.randn((tokens, heads * (group + 2) * dim), generator=random).to(dtype)[:, : heads * group * dim]
+    q = q.unflatten(1, (heads * group, dim))
+    k, v = (torch.randn((heads, keys, dim), generator=random).to(dtype) for _ in range(2))
     expected, expected_lse = reference_attention.attend_block(q.float(), k.float(), v.float(), dim**-0.5, causal)
-    out, lse = cuda.attend_block(q.to(gpu), k.to(gpu), v.to(gpu), dim**-0.5, causal)
-    assert float((out.cpu().float() - expected).abs().max()) < TOLERANCE[torch.float16]
+    wide = torch.zeros((tokens, heads * (group + 2) * dim), dtype=dtype, device=gpu)
+    queries = wide[:, : heads * group * dim].unflatten(1, (heads * group, dim)).copy_(q)
+    out, lse = cuda.attend_block(queries, k.to(gpu), v.to(gpu), dim**-0.5, causal)
+    assert float((out.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
     assert float((lse.cpu() - expected_lse).abs().max()) < 1e-2
     both, both_lse = cuda.merge(out, lse, out * 2, lse + 1)
     wanted, wanted_lse = reference_attention.merge(expected, expected_lse, expected * 2, expected_lse + 1)
-    assert float((both.cpu().float() - wanted).abs().max()) < 2 * TOLERANCE[torch.float16]
+    assert float((both.cpu().float() - wanted).abs().max()) < 2 * TOLERANCE[dtype]
     assert float((both_lse.cpu() - wanted_lse).abs().max()) < 1e-2
+    if causal and keys == tokens:  # keys and values at strides of their own
+        slices = [torch.zeros((keys, n, dim), dtype=dtype, device=gpu) for n in (heads + 1, heads)]
+        strided = [wide[:, :heads].copy_(x.transpose(0, 1)).transpose(0, 1) for wide, x in zip(slices, (k, v))]
+        again, _ = cuda.attend_block(queries, *strided, dim**-0.5, causal)
+        assert float((again.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]

@@ -195,22 +195,58 @@ def test_store_chunk(engine, page_size, dim, dtype):
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
-def test_stage(engine, page_size, dim, dtype):
-    """Some units from slots, some from the host, into a wider staging slot whose rest stays as it was."""
+@pytest.mark.parametrize("install", [False, True])
+def test_stage(engine, page_size, dim, dtype, install):
+    """Some units from slots, some from the host, into a wider staging slot whose rest stays as it was; the latter also
+    into slots that are free or long unused, if there are any.
+    """
     heads, pages, slots = 3, 80, 30
     for seed, count in enumerate((0, 1, 17, 50)):
         view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=0.7)
-        view.kv.add_(1)  # not what the host holds: which of the two was read shows
-        chosen = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))[:count]
+        if not install:
+            view.kv.add_(1)  # not what the host holds: which of the two was read shows
+        random = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(pages - 1, generator=random)[:count] + 1
+        tokens = torch.full((count,), page_size)
+        tokens[-1:] = page_size // 2
         whole = torch.full((2, heads, (count + 2) * page_size, dim), 9.0, dtype=dtype, device=engine.device)
-        expected, expected_view = whole.cpu().clone(), copy_of(view)
-        kept = Fetch(torch.zeros((0, 4), dtype=torch.int32), torch.tensor([seed], dtype=torch.int32))
-        on_device = Fetch(kept.units.to(engine.device), kept.count.to(engine.device))
-        reference.stage(expected_view, chosen, expected[:, :, : count * page_size], kept)
-        cuda.stage(view, chosen.to(engine.device), whole[:, :, : count * page_size], on_device)
-        assert torch.equal(whole.cpu(), expected)
+        expected, expected_view, before = whole.cpu().clone(), copy_of(view), copy_of(view)
+        step = torch.tensor([STEP - 4], dtype=torch.int32)
+        to = lambda t: t.to(engine.device)  # noqa: E731
+        more = (tokens, step) if install else ()
+        reference.stage(expected_view, chosen, expected[:, :, : count * page_size], *more)
+        cuda.stage(view, to(chosen), whole[:, :, : count * page_size], *map(to, more))
+        ours = whole.cpu()
+        if count and install:  # what lies behind the last page's tokens is of no account
+            for staged in (ours, expected):
+                staged[:, :, count * page_size - page_size // 2 : count * page_size] = 0
+        assert torch.equal(ours, expected)
         assert torch.equal(view.counters.cpu(), expected_view.counters)
+        same_tables(view, expected_view, before)
         assert count < 17 or (view.counters[-2:] > 0).all()
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+@pytest.mark.parametrize("install", [False, True])
+def test_refresh(engine, page_size, dim, dtype, install):
+    """Entries of an earlier owner go, the pages get slots anew, and the chunk is in all that its pages have."""
+    heads, pages, slots = 2, 40, 30
+    for seed, counted in enumerate((0, 1, 9)):
+        view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=0.7)
+        loc = torch.cat([torch.arange(3, page_size), torch.arange(20 * page_size, (20 + counted) * page_size)])
+        begun, tokens = torch.arange(20, 20 + counted), torch.full((counted,), page_size)
+        k, v, k_dev, v_dev = tokens_of(seed, loc.numel(), heads, dim, dtype, engine.device)
+        step = torch.tensor([STEP - 4], dtype=torch.int32) if install else None
+        to = lambda t: None if t is None else t.to(engine.device)  # noqa: E731
+        expected, before = copy_of(view), copy_of(view)
+        reference.refresh(expected, k, v, loc, begun, tokens, step)
+        cuda.refresh(view, k_dev, v_dev, *map(to, (loc, begun, tokens, step)))
+        same_tables(view, expected, before)
+        assert torch.equal(view.counters.cpu(), expected.counters)
+        held = (expected.slot_of >= 0).nonzero()
+        for head, page in held.tolist():
+            mine = view.kv[head, int(view.slot_of[head, page])].cpu()
+            assert torch.equal(mine, expected.kv[head, int(expected.slot_of[head, page])])
 
 
 def test_stage_refuses_what_it_cannot_fill(engine):

@@ -21,7 +21,6 @@ BORDERS = (1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
 
 def small_blocks(rig: Rig, pages: int) -> Rig:
     """Staging slots of so few pages that a short prefix needs several turns."""
-    rig.prefill.block_pages = pages
     tokens = pages * rig.geometry.page_size
     rig.prefill.staging = rig.prefill.staging[:, :, :, :tokens].clone().fill_(float("nan"))
     return rig
@@ -63,7 +62,7 @@ def test_a_prefix_longer_than_both_staging_slots(transfer):
 
 def test_the_real_staging_slots_with_a_prefix_beyond_them():
     rig = Rig(seed=2, layers=1, kv_heads=1, page=32, pages=80, context=2400, requests=1)
-    assert rig.prefill.block_pages * 32 == 1024
+    assert rig.prefill.staging.shape[3] == 1024
     rig.start(1)
     for tokens in (1023, 2, 1060, 5):
         rig.extend({1: tokens})
@@ -244,9 +243,16 @@ def test_a_continued_page_keeps_its_slot():
     assert counters(rig)["missed"] == 0
 
 
-def test_the_next_layers_block_is_sent_before_its_layer_begins():
+@pytest.mark.parametrize(
+    ("slot", "expected"),
+    [
+        (6, ["stage 0", "stage 1", "own", "stage 2", "own", "own"]),  # 3 tokens go behind 5 pages: one call a layer
+        (5, ["stage 0", "own", "stage 1", "prefix", "own", "stage 2", "prefix", "own", "prefix"]),
+    ],
+)
+def test_the_next_layers_block_is_sent_before_its_layer_begins(slot, expected):
     """One block a layer: without looking over the border of a layer, none would ever be under way."""
-    rig = Rig(seed=13, layers=3, pages=60, context=300, requests=1)
+    rig = small_blocks(Rig(seed=13, layers=3, pages=60, context=300, requests=1), slot)
     rig.start(1)
     rig.extend({1: 5 * PAGE})
     rig.runtime.flush()
@@ -263,7 +269,22 @@ def test_the_next_layers_block_is_sent_before_its_layer_begins():
 
     rig.runtime.ops.stage, rig.runtime.ops.attend_block = staging, attending
     rig.extend({1: 3})
-    assert order == ["stage 0", "own", "stage 1", "prefix", "own", "stage 2", "prefix", "own", "prefix"]
+    assert order == expected
+
+
+@pytest.mark.parametrize("chunk", [1, PAGE - 1, PAGE, PAGE + 1])
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_a_chunk_that_just_fits_behind_its_prefix(chunk, room):
+    """Tokens left in the staging slot when prefix and chunk are in it; with one too few, they merge."""
+    rig = small_blocks(Rig(seed=chunk, layers=2, pages=60, context=300, requests=1), 4)
+    rig.start(1)
+    rig.extend({1: 4 * PAGE - chunk - room})
+    calls: list[bool] = []
+    attend = rig.runtime.ops.attend_block
+    rig.runtime.ops.attend_block = lambda *args, causal: (calls.append(causal), attend(*args, causal=causal))[1]
+    rig.extend({1: chunk})
+    assert calls == ([True] if room >= 0 else [True, False]) * 2
+    rig.decode([1])
 
 
 def test_a_new_owner_inherits_no_prediction():
@@ -313,8 +334,12 @@ def test_blocks_merge_into_dense_attention(tokens, group):
         block = slice(start, start := start + size)
         args = q, k[block].transpose(0, 1), v[block].transpose(0, 1)
         parts.append(reference_attention.attend_block(*args, SCALE, causal=False))
-    args = q, k[start:].transpose(0, 1), v[start:].transpose(0, 1)
-    parts.append(reference_attention.attend_block(*args, SCALE, causal=True))
+    own = q, k[start:].transpose(0, 1), v[start:].transpose(0, 1)
+    parts.append(reference_attention.attend_block(*own, SCALE, causal=True))
+    whole = q, k.transpose(0, 1), v.transpose(0, 1)
+    torch.testing.assert_close(
+        reference_attention.attend_block(*whole, SCALE, causal=True)[0], expected, atol=1e-5, rtol=1e-4
+    )
     for order in itertools.permutations(parts):
         out, lse = order[0]
         for part in order[1:]:

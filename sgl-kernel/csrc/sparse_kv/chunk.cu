@@ -3,11 +3,13 @@
 
 namespace skv {
 
-// A prefill chunk to the host, and the landmarks of the pages that it closes. A block takes kTokens tokens of one head at
-// a time, so that whole pages leave the GPU as contiguous kilobytes. Few blocks fill the link, and leave the others to
-// the attention beside them.
+// A prefill chunk to the host, and the landmarks of the pages that it closes. A team of threads takes kTokens tokens of
+// one head at a time, so that whole pages leave the GPU as contiguous kilobytes. Many teams hide the latency of their
+// loads; they share few blocks, which leaves the other multiprocessors to the attention and the GEMMs beside them.
 constexpr int kTokens = 16;
-constexpr int64_t kStoreBlocks = 32;
+constexpr int kTeam = 256;
+constexpr int kTeams = 4;  // of a block
+constexpr int64_t kStoreBlocks = 8;
 
 __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head) {
   int dim = static_cast<int>(view.head_dim), element = element_bytes(view.dtype);
@@ -18,7 +20,7 @@ __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& 
     return static_cast<const char*>(base) + (t * stride + head * dim) * element;
   };
   if (args.through) {
-    for (int i = threadIdx.x; i < 2 * tokens * pieces; i += blockDim.x) {
+    for (int i = threadIdx.x % kTeam; i < 2 * tokens * pieces; i += kTeam) {
       bool is_value = i >= tokens * pieces;
       int j = is_value ? i - tokens * pieces : i;
       int64_t t = first + j / pieces, loc = get(args.loc, t);
@@ -29,7 +31,7 @@ __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& 
       reinterpret_cast<int4*>(target)[j % pieces] = source[j % pieces];
     }
   }
-  for (int64_t t = first + warp_id(); t < first + tokens; t += blockDim.x >> 5) {
+  for (int64_t t = first + warp_id() % (kTeam / 32); t < first + tokens; t += kTeam / 32) {
     int64_t loc = get(args.loc, t), page = loc / view.page_size;
     if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
     const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
@@ -47,11 +49,12 @@ __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& 
   }
 }
 
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kTeam * kTeams)
     store_chunk_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvChunk args) {
   wait_for_previous_kernel();
   int64_t items = (args.tokens + kTokens - 1) / kTokens * view.heads;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x)
+  int64_t team = blockIdx.x + threadIdx.x / kTeam * static_cast<int64_t>(gridDim.x);
+  for (int64_t item = team; item < items; item += gridDim.x * kTeams)
     store_tile(view, args, item / view.heads * kTokens, static_cast<int>(item % view.heads));
 }
 
@@ -79,11 +82,25 @@ using namespace skv;
 
 SKV_EXPORT int skv_store_chunk(const SkvView* view, const SkvChunk* args, const Launch* where) {
   int64_t items = (args->tokens + kTokens - 1) / kTokens * view->heads;
-  return launch(*where, store_chunk_kernel, dim3(static_cast<unsigned>(items < kStoreBlocks ? items : kStoreBlocks)), 256,
-                0, *view, *args);
+  return launch(*where, store_chunk_kernel, dim3(static_cast<unsigned>(items < kStoreBlocks ? items : kStoreBlocks)),
+                kTeam * kTeams, 0, *view, *args);
 }
 
 SKV_EXPORT int skv_fill(const SkvView* view, const SkvChunk* args, const Launch* where) {
   unsigned blocks = static_cast<unsigned>((args->tokens * view->heads + 7) / 8);
   return launch(*where, fill_kernel, dim3(blocks), 256, 0, *view, *args);
+}
+
+extern "C" int skv_resolve(const SkvView*, const SkvWork*, const SkvResolve*, const Launch*);
+extern "C" int skv_invalidate(const SkvView*, const SkvInts*, int64_t, const Launch*);
+
+// Makes the cache true to a chunk: clears the entries of the pages that it begins, enters them anew if asked to, fills.
+SKV_EXPORT int skv_refresh(const SkvView* view, const SkvWork* work, const SkvResolve* begun, const SkvChunk* args,
+                           int64_t install, const Launch* where) {
+  int status = 0;
+  if (begun->width > 0) {
+    status = skv_invalidate(view, &begun->pages, begun->width, where);
+    if (!status && install) status = skv_resolve(view, work, begun, where);
+  }
+  return status ? status : skv_fill(view, args, where);
 }

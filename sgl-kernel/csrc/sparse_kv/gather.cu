@@ -131,7 +131,27 @@ SKV_EXPORT int skv_gather(const SkvView* view, const SkvWork* work, const SkvGat
                 stage_bytes(*view, stages), *view, *work, *args, stages);
 }
 
-SKV_EXPORT int skv_stage(const SkvView* view, const SkvStage* args, const Launch* where) {
+static int set_to_zero(int32_t* word, [[maybe_unused]] const Launch& where) {
+#ifdef SPARSE_KV_EMULATE
+  *word = 0;
+  return 0;
+#else
+  return cudaMemsetAsync(word, 0, sizeof(*word), where.stream);
+#endif
+}
+
+extern "C" int skv_resolve(const SkvView*, const SkvWork*, const SkvResolve*, const Launch*);
+
+// Beforehand, those of the pages that are not resident take slots, if there is an install, and are brought there.
+SKV_EXPORT int skv_stage(const SkvView* view, const SkvWork* work, const SkvResolve* install, const SkvStage* args,
+                         const Launch* where) {
+  if (install) {
+    int status = skv_resolve(view, work, install, where);
+    SkvGather gather{install->units, install->count, args->blocks, 0};
+    if (!status) status = skv_gather(view, work, &gather, where);
+    if (status) return status;
+  }
+  if (int status = set_to_zero(args->missing, *where)) return status;
   unsigned warps = static_cast<unsigned>((args->count * view->heads + 31) / 32);
   unsigned wide = (warps * 32 + kResidentThreads - 1) / kResidentThreads;
   int status = launch(*where, stage_resident_kernel, dim3(wide < kResidentBlocks ? wide : kResidentBlocks),

@@ -18,7 +18,8 @@ class Geometry:
     """KV geometry of one rank.
 
     num_pages counts the dummy page 0, which SGLang's allocators never hand out and which padded rows may touch.
-    max_pages is the number of logical pages that one request can own.
+    max_pages is the number of logical pages that one request can own; staging_tokens, which the plan settles, are those
+    of each of prefill's two staging slots.
     """
 
     num_layers: int
@@ -31,6 +32,7 @@ class Geometry:
     max_requests: int
     dtype: torch.dtype  # for arithmetic alone, anything with an itemsize
     landmark_dtype: torch.dtype
+    staging_tokens: int = 1024
 
     @property
     def unit_bytes(self) -> int:

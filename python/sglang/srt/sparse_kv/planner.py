@@ -12,8 +12,10 @@ from typing import Any
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_layers
 
-STAGING_TOKENS_CPU = 1024  # of each of the two staging slots
-STAGING_TOKENS_CUDA = 8192
+# Of a staging slot on a GPU: a prefix of 32K and a chunk of 8K, which one attention call then reads; or fewer, so that
+# both slots take at most this share of the memory that is free for KV.
+STAGING_TOKENS = (40960, 24576, 16384, 8192)
+STAGING_SHARE = 0.025
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 LEFT = "left to SGLang (activations, graphs, workspaces)"
 GRAPHS, REST = "CUDA graphs", "the rest (SGLang's buffers and tables)"
@@ -82,7 +84,7 @@ def device_bytes(
         "landmarks": geometry.num_layers * geometry.num_pages * geometry.kv_heads * geometry.landmark_bytes,
         "unit tables": buffers * (geometry.kv_heads * geometry.num_pages * 4 + per_buffer * SLOT_STATE_BYTES),
         "predictions": (geometry.max_requests + 1) * geometry.num_layers * geometry.kv_heads * shape.budget_pages * 4,
-        "prefill staging": 2 * staging_tokens(cuda) * geometry.kv_heads * geometry.unit_bytes // geometry.page_size,
+        "prefill staging": staging_bytes(geometry, geometry.staging_tokens),
     }
     if config.keeps_history:
         sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
@@ -91,15 +93,24 @@ def device_bytes(
     return sizes
 
 
-def staging_tokens(cuda: bool) -> int:
-    return STAGING_TOKENS_CUDA if cuda else STAGING_TOKENS_CPU
+def staging_bytes(geometry: Geometry, tokens: int) -> int:
+    """Bytes of prefill's two staging slots of so many tokens."""
+    return 2 * tokens * geometry.kv_heads * geometry.unit_bytes // geometry.page_size
+
+
+def staging_tokens(geometry: Geometry, free: int) -> int:
+    """Tokens of a staging slot on a GPU with so many bytes free for KV: no more than a request can have."""
+    room = (tokens for tokens in STAGING_TOKENS if staging_bytes(geometry, tokens) <= STAGING_SHARE * free)
+    return min(next(room, STAGING_TOKENS[-1]), geometry.max_pages * geometry.page_size)
 
 
 def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionShape) -> int:
     """Bytes that the CUDA engine's kernels and FlashInfer work in."""
     lines = geometry.max_requests * config.rows * geometry.kv_heads * geometry.group
     scores = lines * geometry.max_pages * 4
-    lists = geometry.kv_heads * max(geometry.max_requests * shape.width, STAGING_TOKENS_CUDA // geometry.page_size) * 28
+    lists = (
+        geometry.kv_heads * max(geometry.max_requests * shape.width, geometry.staging_tokens // geometry.page_size) * 28
+    )
     return scores + lists + FLASHINFER_BYTES
 
 
@@ -165,7 +176,7 @@ def plan(
         slots=slots,
         prefetch_headroom=headroom,
         shape=shape,
-        staging_tokens=staging_tokens(cuda),
+        staging_tokens=geometry.staging_tokens,
         device_bytes=device_bytes(settled, slots, config, shape, cuda),
         residency="all" if config.residency == "auto" else config.residency,
         rows=config.rows,

@@ -1,14 +1,19 @@
-"""Prefill with the prefix in host memory: a chunk attends to itself and, block by block, to its prefix.
+"""Prefill with the prefix in host memory: a chunk attends to its prefix, block by block, and to itself.
 
 Two staging slots take turns: while one block is attended, the next is on its way, across the borders of requests and
 layers too. A block's units come from their cache slots where they are resident and from the host otherwise; those from
-the host stay in slots that are free or long unused, where decode will find them. Partial results join by log-sum-exp,
-so the result is exact and device memory does not grow with the prefix.
+the host stay in slots that are free or long unused, where decode will find them. The chunk's own K/V goes behind the
+last block, if the slot has room, so that one call attends to both; partial results join by log-sum-exp. So the result
+is exact and device memory does not grow with the prefix.
+
+The compute stream only attends. All edits of the cache's tables in a prefill are made on the stream that moves the
+prefix, one after the other, and are over before the forward ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from sglang.srt.sparse_kv.ops.reference import physical_pages
@@ -45,16 +50,18 @@ class PrefillStep:
 class Prefill:
     def __init__(self, runtime: SparseKVRuntime):
         self.runtime = runtime
-        geometry = runtime.geometry
-        self.block_pages = runtime.plan.staging_tokens // geometry.page_size
-        self.staging = torch.zeros(
-            (2, 2, geometry.kv_heads, self.block_pages * geometry.page_size, geometry.head_dim),
-            dtype=geometry.dtype,
-            device=runtime.landmarks.device,
-        )  # [slot, K|V, H, tokens, D]
+        geometry, device = runtime.geometry, runtime.device
+        tokens = runtime.plan.staging_tokens // geometry.page_size * geometry.page_size
+        shape = (2, 2, geometry.kv_heads, tokens, geometry.head_dim)
+        self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
-        self._leaving: tuple[torch.Tensor, ...] = ()  # kept alive while it is on its way to the host
+        self._leaving: tuple[torch.Tensor, ...] = ()  # kept alive while it is on its way to host and cache
+        if device.type == "cuda":
+            from sglang.srt.sparse_kv.ops.attend import prepare_prefill
+
+            heads = geometry.kv_heads
+            prepare_prefill(heads * geometry.group, heads, geometry.head_dim, geometry.dtype, device)
 
     def begin(self, req_to_token, req, prefix_lens: list[int], extend_lens: list[int], loc: torch.Tensor) -> None:
         """req_to_token int32 [slots, context]; req int [N]; loc int [T] host slots of the batch's tokens."""
@@ -80,7 +87,7 @@ class Prefill:
     def _blocks(self, table: torch.Tensor, prefix: int) -> list[Block]:
         """table int32 [MP]."""
         page_size = self.runtime.geometry.page_size
-        most = self.block_pages * page_size
+        most = self.staging.shape[3]
         blocks = []
         for start in range(0, prefix, most):
             tokens = min(prefix - start, most)
@@ -92,56 +99,68 @@ class Prefill:
 
     def forward(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
         """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]."""
-        runtime, step = self.runtime, self.step
+        transfer, step = self.runtime.transfer, self.step
         assert step is not None, "begin comes before the layers"
         if layer == 0:
             self._stage_next(step)
         self._store(layer, step, k, v)
-        out = torch.empty_like(q)
-        for chunk in step.chunks:
-            rows = slice(chunk.start, chunk.start + chunk.tokens)
-            out[rows] = self._attend(step, chunk, q[rows], k[rows], v[rows], scale)
+        if len(step.chunks) == 1:
+            out = self._attend(step, step.chunks[0], q, k, v, scale)
+        else:
+            out = torch.empty_like(q)
+            for chunk in step.chunks:
+                rows = slice(chunk.start, chunk.start + chunk.tokens)
+                out[rows] = self._attend(step, chunk, q[rows], k[rows], v[rows], scale)
         self._refresh_cache(layer, step, k, v)
-        if layer == runtime.geometry.num_layers - 1:
-            runtime.transfer.join_all()
+        for work in ("store", "refresh"):  # of the layer before, which has had this one's time
+            transfer.join((work, 1 - layer % 2))
+        self._leaving = (k, v)
+        if layer == self.runtime.geometry.num_layers - 1:
+            transfer.join_all()
             self._leaving = ()
         return out
 
     def _store(self, layer: int, step: PrefillStep, k, v) -> None:
-        """The chunk's K/V leaves for the host under this layer's compute; the layer before has arrived."""
+        """The chunk's K/V leaves for the host under this layer's compute."""
         runtime, loc = self.runtime, step.loc
         view, through = runtime.cache.views[layer], not runtime.policy.skip_write_through
-        runtime.transfer.join("store")
-        self._leaving = (k, v)
-        runtime.transfer.submit("store", lambda: runtime.ops.store_chunk(view, k, v, loc, through), to_host=True)
+        copy = partial(runtime.ops.store_chunk, view, k, v, loc, through)
+        runtime.transfer.submit(("store", layer % 2), copy, to_host=True)
 
     def _refresh_cache(self, layer: int, step: PrefillStep, k, v) -> None:
         """Keeps the entries of the pages that the batch writes true to the host. A page that it begins may have an
         entry of an earlier owner's, which goes; it gets an unused slot. The chunk is written from the device into every
         slot that its pages have, those that it continues included.
 
-        The prefix is read from its slots until this layer's attention ends, so not before that.
+        The layer's prefix is read from its slots, and brought there, before: its blocks are all under way.
         """
         runtime = self.runtime
         if runtime.policy.skip_invalidation:
             return
+        since = None if layer in runtime.cache.scoped else runtime.clock_long_ago
         view = runtime.cache.views[layer]
-        runtime.ops.invalidate(view, step.begun)
-        if layer not in runtime.cache.scoped:
-            runtime.ops.install(view, step.begun, step.begun_tokens, runtime.clock_long_ago)
-        runtime.ops.fill(view, k, v, step.loc)
+        copy = partial(runtime.ops.refresh, view, k, v, step.loc, step.begun, step.begun_tokens, since)
+        runtime.transfer.submit(("refresh", layer % 2), copy, within=True)
 
     def _attend(self, step: PrefillStep, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
-        ops = self.runtime.ops
-        out, lse = ops.attend_block(q, k.transpose(0, 1), v.transpose(0, 1), scale, causal=True)
-        for block in chunk.blocks:
+        ops, blocks = self.runtime.ops, chunk.blocks
+        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
+        follows = bool(blocks) and blocks[-1].tokens + chunk.tokens <= self.staging.shape[3]
+        result = None if follows else ops.attend_block(q, k, v, scale, causal=True)
+        for number, block in enumerate(blocks, 1):
             slot = (self._staged - 1) % 2
             self._stage_next(step)  # into the other slot, which the attention before this one has left
             self.runtime.transfer.join(("staging", slot))
-            keys, values = self.staging[slot, :, :, : block.tokens]
-            part, part_lse = ops.attend_block(q, keys, values, scale, causal=False)
-            out, lse = ops.merge(out, lse, part, part_lse)
-        return out
+            own = follows and number == len(blocks)
+            end = block.tokens + chunk.tokens if own else block.tokens
+            keys, values = self.staging[slot, :, :, :end]
+            if own:
+                keys[:, block.tokens :].copy_(k)
+                values[:, block.tokens :].copy_(v)
+            part = ops.attend_block(q, keys, values, scale, causal=own)
+            result = part if result is None else ops.merge(*result, *part)
+        assert result is not None, "a chunk has tokens"
+        return result[0]
 
     def _stage_next(self, step: PrefillStep) -> None:
         """Sends the next block of the forward on its way, whichever layer it belongs to."""
@@ -153,15 +172,7 @@ class Prefill:
 
     def _stage(self, layer: int, block: Block, slot: int) -> None:
         runtime = self.runtime
-        ops, view = runtime.ops, runtime.cache.views[layer]
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
-        kept = None
-        if layer not in runtime.cache.scoped:
-            kept = ops.install(view, block.pages, block.page_tokens, runtime.clock_prefix)
-
-        def copy() -> None:
-            if kept is not None:
-                ops.gather(view, kept)
-            ops.stage(view, block.pages, target, kept)
-
+        since = None if layer in runtime.cache.scoped else runtime.clock_prefix
+        copy = partial(runtime.ops.stage, runtime.cache.views[layer], block.pages, target, block.page_tokens, since)
         runtime.transfer.submit(("staging", slot), copy)

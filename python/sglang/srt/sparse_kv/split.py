@@ -116,6 +116,7 @@ def cache_bytes(config: SparseKVConfig, geometry: Geometry, given: Given, reques
 def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
     """Splits what a rank has on a GPU. Raises ValueError, one sentence with numbers, when it is not enough."""
     config = dataclasses.replace(config, debug=False)  # residency is part of the CUDA graphs: nothing to hold ready
+    geometry = dataclasses.replace(geometry, staging_tokens=planner.staging_tokens(geometry, given.free))
     reasons = []
     if not given.fixed_host:
         host = fitting_host(config, geometry, given)
@@ -154,6 +155,12 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
     if auto and chosen.residency != 1.0:
         reasons.append(
             f"residency: {chosen.residency:.0%} of the layers keep a cache of their own, because GPU memory is short"
+        )
+    if geometry.staging_tokens < min(planner.STAGING_TOKENS[0], geometry.max_pages * geometry.page_size):
+        reasons.append(
+            f"prefill staging: {geometry.staging_tokens} tokens a slot, because two of {planner.STAGING_TOKENS[0]} "
+            f"would take over {planner.STAGING_SHARE:.1%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV; long "
+            "prefixes are read in more blocks"
         )
     settled = planner.plan(
         chosen, geometry, cache_bytes(chosen, geometry, given, requests), given.host, requests, cuda=True

@@ -27,11 +27,13 @@ class TransferError(RuntimeError):
 
 class Transfer(ABC):
     """Engine of transfers. `urgent` marks what the critical path waits for, `to_host` what leaves the device: the link
-    carries both directions at once.
+    carries both directions at once. `within` marks what stays on the device and only happens to be no hurry.
     """
 
     @abstractmethod
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None: ...
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None: ...
 
     @abstractmethod
     def join(self, lane: Hashable) -> None: ...
@@ -54,7 +56,9 @@ class Transfer(ABC):
 class PlainTransfer(Transfer):
     """Copies at once."""
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
         copy()
 
     def join(self, lane: Hashable) -> None:
@@ -70,7 +74,9 @@ class DelayedTransfer(Transfer):
     def __init__(self) -> None:
         self.pending: list[tuple[Hashable, Copy]] = []
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
         self.pending.append((lane, copy))
 
     def join(self, lane: Hashable) -> None:
@@ -94,7 +100,9 @@ class ReorderedTransfer(DelayedTransfer):
         super().__init__()
         self.random = random.Random(seed)
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
         super().submit(lane, copy)
         self._run_some()
 
@@ -115,7 +123,9 @@ class FailingTransfer(Transfer):
         self.random, self.rate, self.attempts = random.Random(seed), rate, attempts
         self.failures = 0
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
         for _ in range(self.attempts):
             if self.random.random() >= self.rate:
                 copy()
@@ -132,11 +142,13 @@ class FailingTransfer(Transfer):
 
 class SkippedTransfer(PlainTransfer):
     """The no-IO oracle: brings nothing. The text is wrong; the time is what a perfect transfer would leave. The host
-    still gets what is new, so that the next policy finds the truth there.
+    still gets what is new, so that the next policy finds the truth there, and what crosses no link is done.
     """
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
-        if to_host:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
+        if to_host or within:
             copy()
 
 
@@ -156,7 +168,9 @@ class StreamTransfer(Transfer):
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
-    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False) -> None:
+    def submit(
+        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
+    ) -> None:
         if urgent:
             copy()
             return

@@ -7,8 +7,10 @@ graph needs no host.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from sglang.srt.sparse_kv.ops import abi
 from sglang.srt.sparse_kv.ops.launching import contiguous, inner_contiguous, ints, launch, pointer, view_of
 from sglang.srt.sparse_kv.ops.reference import LayerView
 from sglang.srt.sparse_kv.ops.workspace import Workspace, workspace
+
+logger = logging.getLogger(__name__)
 
 FLOAT_WORKSPACE = 128 << 20
 INT_WORKSPACE = 4 << 20
@@ -155,17 +159,47 @@ def attend(
     return out
 
 
+TILE = 128  # rows of a tile of FlashInfer's prefill kernels
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _prefill_backend(tokens: int, heads: int, device: torch.device) -> str:
+    """FlashInfer's own choice ("fa3" on sm_90) once its tiles fill the GPU; below, fa2, which also divides the keys."""
+    return "auto" if -(-tokens // TILE) * heads >= _multiprocessors(device.index or 0) else "fa2"
+
+
 def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """As reference_attention.attend_block, by FlashInfer."""
     from flashinfer import single_prefill_with_kv_cache
 
-    k, v = k.transpose(0, 1), v.transpose(0, 1)  # [B, H, D]
-    if k.stride() != v.stride() or k.stride(2) != 1:
-        k, v = k.contiguous(), v.contiguous()  # one stride serves both
+    backend = _prefill_backend(q.shape[0], q.shape[1], q.device)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.transpose(0, 1), v.transpose(0, 1)))
     out, lse = single_prefill_with_kv_cache(
-        q.contiguous(), k, v, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True, backend="fa2"
+        q, k, v, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True, backend=backend
     )
-    return out, lse * math.log(2)
+    return out, lse.mul_(math.log(2))
+
+
+def prepare_prefill(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles or loads what `attend_block` and `merge` will run, so that no request waits for it: up to two minutes
+    when it is the first time on a machine.
+    """
+    from flashinfer.utils import determine_attention_backend
+
+    many = determine_attention_backend(device, 0, False, False, dtype, dtype, head_dim_qk=dim, head_dim_vo=dim)
+    logger.info(
+        "Preparing prefill attention: FlashInfer's %s, fa2 for short chunks; compiled once on this machine", many
+    )
+    for tokens in (1, -(-_multiprocessors(device.index or 0) // q_heads) * TILE):
+        q = torch.zeros((tokens, q_heads, dim), dtype=dtype, device=device)
+        k = torch.zeros((kv_heads, tokens, dim), dtype=dtype, device=device)
+        for causal in (True, False):
+            part = attend_block(q, k, k, 1.0, causal)
+        merge(*part, *part)
 
 
 def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,7 @@ __all__ = [
     "invalidate",
     "merge",
     "plan_prefetch",
+    "refresh",
     "resolve",
     "score",
     "select",
@@ -307,7 +308,11 @@ def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetch
 
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
     """As reference.install; pages that are resident after all are left alone."""
-    return _edit(view, _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0)))
+    return _edit(view, _entering(view, pages, tokens, step))
+
+
+def _entering(view: LayerView, pages, tokens, step):
+    return _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0))
 
 
 def invalidate(view: LayerView, pages) -> None:
@@ -336,7 +341,7 @@ def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
         return
     device = view.kv.device
     capturing_safe(fetch.units, fetch.count)
-    unit_bytes = view.kv[0, 0].numel() * view.kv.element_size()
+    unit_bytes = view.kv.stride(1) * view.kv.element_size()
     args = abi.Gather(
         units=pointer(contiguous(fetch.units, "units", torch.int32)),
         count=pointer(contiguous(fetch.count, "count", torch.int32)),
@@ -360,9 +365,9 @@ def set_miss_rate(device: torch.device, rate: float) -> None:
     workspace(device).miss_rate.fill_(round(rate * 1_000_000))
 
 
-def stage(view: LayerView, pages, target: torch.Tensor, kept: Fetch | None = None, blocks: int | None = None) -> None:
-    """As reference.stage. target [2, H, M*P, D], keys and values of a head together; blocks: that move the units which
-    are not resident.
+def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
+    """As reference.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that move the
+    units which are not resident.
     """
     heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
     expected = (2, heads, count * view.kv.shape[3], dim)
@@ -372,19 +377,20 @@ def stage(view: LayerView, pages, target: torch.Tensor, kept: Fetch | None = Non
             f"{list(target.shape)} with strides {target.stride()}"
         )
     device = target.device
-    work = torch.zeros(1 + count * heads, dtype=torch.int32, device=device)
+    install, fetch = (None, None) if step is None else _entering(view, pages, tokens, step)
+    scratch = torch.empty(1 + count * heads, dtype=torch.int32, device=device)
     args = abi.Stage(
         pages=ints(pages, "pages"),
         target=pointer(target),
         stride_values=target.stride(0),
         stride_head=target.stride(1),
-        missing=pointer(work),
-        list=pointer(work[1:]),
-        kept=pointer(kept.count if kept else None),
+        missing=pointer(scratch),
+        list=pointer(scratch[1:]),
+        kept=pointer(fetch.count if fetch else None),
         count=count,
-        blocks=blocks or _mover_blocks(device, view.kv[0, 0].numel() * view.kv.element_size()),
+        blocks=blocks or _mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
     )
-    launch("stage", device, view_of(view), args)
+    launch("stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
 
 
 def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> Any:
@@ -456,3 +462,14 @@ def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
 def fill(view: LayerView, k, v, loc) -> None:
     """As reference.fill."""
     launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))
+
+
+def refresh(view: LayerView, k, v, loc, pages, tokens, step=None) -> None:
+    """As reference.refresh, in one call."""
+    heads, device = view.kv.shape[0], k.device
+    if step is None:
+        begun = abi.Resolve(pages=ints(pages, "pages"), width=pages.shape[0])
+    else:
+        begun, _ = _entering(view, pages, tokens, step)
+    work = workspace(device).work(heads, max(pages.shape[0], 1))
+    launch("refresh", device, view_of(view), work, begun, _chunk(view, k, v, loc, through=False), int(step is not None))

@@ -396,18 +396,23 @@ def gather(view: LayerView, fetch: Fetch) -> None:
         view.kv[head, slot, :, :tokens] = view.host[page, head, :, :tokens].to(view.kv.device)
 
 
-def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor, kept: Fetch | None = None) -> None:
+def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor, tokens=None, step=None) -> None:
     """Copies pages of a prefix, int [M], into target [2, H, M*P, D] (keys, values) on the device: units that are
-    resident from their slots, the rest from the host. kept: those that `gather` has just brought, which is where they
-    are counted to.
+    resident from their slots, the rest from the host. With a step, pages that are not resident take slots with stamp <
+    step first, as far as slots reach, where decode will find them; tokens int [M] of each.
     """
+    brought = 0
+    if step is not None:
+        fetch = install(view, pages, tokens, step)
+        gather(view, fetch)
+        brought = int(fetch.count)
     pages = pages.long()
     units = view.host[pages].to(view.kv.device)  # [M, H, 2, P, D]
     slots = view.slot_of[:, pages].T.long()  # [M, H]
     place, head = (slots >= 0).nonzero(as_tuple=True)
     units[place, head] = view.kv[head, slots[place, head]]
     target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
-    cached = place.numel() - (int(kept.count) if kept else 0)
+    cached = place.numel() - brought
     view.counters[PREFIX_CACHE] += cached
     view.counters[PREFIX_HOST] += slots.numel() - cached
 
@@ -471,18 +476,14 @@ def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Te
 
 
 def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
-    """Enters pages of a prefill chunk into slots with stamp < step, the last pages first, as far as slots reach.
-
-    pages int [M], tokens int [M] of each; resident ones are left alone. Returns the units entered, whose slots
-    `fill` writes.
+    """Enters pages of a prefill, int [M], into slots with stamp < step, the last pages first, as far as slots reach;
+    units that are resident are left alone. tokens int [M] of each. Returns the units entered.
     """
-    heads = view.stamp.shape[0]
-    absent = (view.slot_of[:, pages.long()] < 0).all(0)
-    pages, tokens = pages[absent].flip(0), tokens[absent].flip(0)
-    head = torch.arange(heads, device=pages.device).repeat_interleave(pages.numel())
+    pages, tokens = pages.long().flip(0), tokens.flip(0)
+    head, index = (view.slot_of[:, pages] < 0).nonzero(as_tuple=True)
     before = view.counters.clone()
-    fetch = _enter(view, head, pages.long().repeat(heads), tokens.repeat(heads), step, ahead=False, must=False)
-    copied = [MISSED, TOKENS_IN]  # on the device, where the chunk is: nothing missed and nothing crossed the link
+    fetch = _enter(view, head, pages[index], tokens[index], step, ahead=False, must=False)
+    copied = [MISSED, TOKENS_IN]  # nobody missed it, and what a prefill brings has counters of its own
     view.counters[copied] = before[copied]
     return fetch
 
@@ -498,3 +499,16 @@ def fill(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor) -
     slot, offset = slots[token, head], (loc.long() % page_size)[token]
     view.kv[head, slot, 0, offset] = k[token, head]
     view.kv[head, slot, 1, offset] = v[token, head]
+
+
+def refresh(view: LayerView, k, v, loc, pages: torch.Tensor, tokens: torch.Tensor, step=None) -> None:
+    """Makes the cache true to a prefill chunk. Pages that it begins, int [B], lose their entries; with a step they take
+    slots with stamp < step, the last pages first, as far as slots reach; the chunk is written into the slots that its
+    pages have.
+
+    k, v [T, H, D]; loc int [T] host slots; tokens int [B] of each page.
+    """
+    invalidate(view, pages)
+    if step is not None:
+        install(view, pages, tokens, step)
+    fill(view, k, v, loc)

@@ -69,17 +69,23 @@ def _attend_own(q, k, v, view: LayerView, slots, last: int, scale: float) -> tor
 def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention of one request's chunk over one block of keys, with what merging needs.
 
-    q [T, H*G, D]; k, v [H, B, D]; causal only for the chunk itself (B == T). Returns (out [T, H*G, D], lse float32
-    [T, H*G], natural logarithm).
+    q [T, H*G, D]; k, v [H, B, D]; causal where the block ends with the chunk's own tokens. Returns (out [T, H*G, D],
+    lse float32 [T, H*G], natural logarithm).
     """
     tokens, q_heads, _ = q.shape
-    group = q_heads // k.shape[0]
+    group, keys = q_heads // k.shape[0], k.shape[1]
+    mask = None
+    if causal and keys > tokens:  # the operator's own mask is for equal lengths
+        mask = q.new_zeros((tokens, keys)).masked_fill_(
+            torch.ones((tokens, keys), dtype=torch.bool).triu_(keys - tokens + 1), float("-inf")
+        )[None, None]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(0, 1)[None],
         k.repeat_interleave(group, 0)[None],
         v.repeat_interleave(group, 0)[None],
         0.0,
-        causal,
+        causal and mask is None,
+        attn_mask=mask,
         scale=scale,
     )
     return out[0].transpose(0, 1), lse.reshape(q_heads, tokens).transpose(0, 1)

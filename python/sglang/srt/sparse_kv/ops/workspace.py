@@ -29,6 +29,7 @@ class Workspace:
         self.miss_rate = torch.zeros(1, dtype=torch.int32, device=device)
         self._buffers: dict[str, torch.Tensor] = {}
         self._retired: list[torch.Tensor] = []
+        self._works: dict[tuple[int, int], abi.Work] = {}  # by heads and entries
         self.plans: dict[Any, Any] = {}  # attention plans, by what they were planned for
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,15 +46,20 @@ class Workspace:
             self._retired.append(found)
         made = torch.empty(max(numel, 1), dtype=dtype, device=self.device)
         self._buffers[name] = made
+        self._works.clear()  # they name the buffer that was there
         return made
 
     def work(self, heads: int, entries: int) -> abi.Work:
         """Scratch of operations on tables: `entries` units may be asked for per kv head and table."""
+        known = self._works.get((heads, entries))
+        if known is not None:
+            return known
         lists = self.buffer("list", abi.JOBS * heads * entries, torch.int32)
         rows = self.buffer("rows", heads * entries * 4, torch.int32)
         width = min(lists.numel() // abi.JOBS, rows.numel() // 4) // heads
         used = (self.error, self.cursor, self.urgent, self.tasks, lists, rows, self.skip, self.miss_rate)
-        return abi.Work(*(t.data_ptr() for t in used), width)
+        made = self._works[heads, entries] = abi.Work(*(t.data_ptr() for t in used), width)
+        return made
 
     def reserve(self, requests: int, rows: int, heads: int, group: int, max_pages: int, width: int, chunk_pages: int):
         """Makes room for decode steps of up to `requests` requests, selections of `width` pages and prefill chunks of
