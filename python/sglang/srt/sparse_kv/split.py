@@ -159,8 +159,8 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
     if geometry.staging_tokens < min(planner.STAGING_TOKENS[0], geometry.max_pages * geometry.page_size):
         reasons.append(
             f"prefill staging: {geometry.staging_tokens} tokens a slot, because two of {planner.STAGING_TOKENS[0]} "
-            f"would take over {planner.STAGING_SHARE:.1%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV; long "
-            "prefixes are read in more blocks"
+            f"would take over {planner.STAGING_SHARE:.1%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV; "
+            "long prefixes are read in more blocks"
         )
     settled = planner.plan(
         chosen, geometry, cache_bytes(chosen, geometry, given, requests), given.host, requests, cuda=True
