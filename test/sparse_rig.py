@@ -117,7 +117,7 @@ class Rig:
             self.grow(r, self.length(r) + 2)
         lengths = torch.tensor([self.length(r) for r in reqs], dtype=torch.int64)
         req = torch.tensor(reqs, dtype=torch.int64)
-        step = DecodeStep.build(g, self.runtime.shape, rows, self.req_to_token, req, lengths)
+        step = DecodeStep.build(g, self.runtime.shape, self.runtime.variant, self.req_to_token, req, lengths)
         self.runtime.schedule.begin_step(step)
         outs = []
         n = len(reqs)

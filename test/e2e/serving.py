@@ -40,6 +40,8 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 DEFAULT_POLICY = {
     "guide": "resync",
     "guide_attends": "selected",
+    "rows": 2,
+    "skip_scores": False,
     "prefetch": True,
     "prefetch_cap": 1.0,
     "prefetch_floor": 0.25,
@@ -238,7 +240,10 @@ class Server:
     def totals(self) -> dict[str, int]:
         """Counters of all layers together, and the steps and guides of the summary."""
         summary = self.counters()
-        return {**summary["total"], **{name: summary[name] for name in ("steps", "guides", "guide_hits")}}
+        return {
+            **summary["total"],
+            **{name: summary[name] for name in ("steps", "one_row", "all_pages", "guides", "guide_hits")},
+        }
 
     def policy(self, **values: Any) -> None:
         """Sets the policy, the default where a name is left out, empties the page cache and resets the counters."""

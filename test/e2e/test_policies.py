@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checks import assert_same_bits
+from checks import assert_same_bits, assert_same_tokens
 from serving import Answer, Server
 from texts import question
 
@@ -74,6 +74,31 @@ def test_policy_changes_no_bit(sparse: Server, expected: list[Answer], name: str
     if "residency" in policy and policy["residency"] == 0.0:
         # Each step brings every selected unit anew.
         assert totals["prefetched"] + totals["missed"] > 0.9 * totals["selected"]
+
+
+ROWS = {
+    "one row": {"rows": 1},
+    "one row, every page selected": {"rows": 1, "skip_scores": True, "budget": 2048},
+    "one row, every page scored": {"rows": 1, "budget": 2048},
+    "as few as will do": {"rows": "auto", "skip_scores": True},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_change_no_token(sparse: Server, expected: list[Answer], name: str):
+    """Another number of rows may round another way, so that bits are not compared."""
+    policy = {"budget": BUDGET, **ROWS[name]}
+    wanted = expected
+    if policy["budget"] > BUDGET:
+        sparse.policy(budget=policy["budget"])
+        wanted = answers(sparse)
+    sparse.policy(**policy)
+    assert_same_tokens(answers(sparse), wanted, name)
+
+    totals, steps = sparse.totals(), len(PROMPTS) * (TOKENS - 1)
+    assert totals["guides"] == 0
+    assert totals["all_pages"] == (steps if "every page selected" in name else 0)
+    assert totals["one_row"] == steps - totals["all_pages"]
 
 
 def test_started_policy_is_refused_when_wrong(sparse: Server):

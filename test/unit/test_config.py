@@ -62,7 +62,7 @@ def test_integers_are_exact_however_large(value):
 
 def test_defaults_are_valid_and_match_the_manual():
     config = SparseKVConfig.from_dict({})
-    assert (config.budget, config.sinks, config.window, config.guide, config.rows) == (2048, 16, 64, "resync", 2)
+    assert (config.budget, config.sinks, config.window, config.guide, config.most_rows) == (2048, 16, 64, "resync", 2)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_layers_that_the_model_lacks():
 def test_the_four_arguments_together():
     assert config_from_arguments(None) is None
     config = config_from_arguments("dualdecoder", "512", "1GB", '{"guide": "none", "residency": [1, 2]}')
-    assert (config.budget, config.host_memory, config.rows, config.residency) == (512, "1GB", 1, (1, 2))
+    assert (config.budget, config.host_memory, config.most_rows, config.residency) == (512, "1GB", 1, (1, 2))
     assert config_from_arguments("dualdecoder", 512, 10**9, {"guide": "none"}).budget == 512
 
 

@@ -15,7 +15,7 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 FLOORS = (
     {"config", "geometry", "devices", "host_memory"},
     {"ops", "csrc"},
-    {"page_cache", "transfer", "policy", "step", "metrics", "prometheus", "history", "gate"},
+    {"page_cache", "transfer", "policy", "step", "variants", "metrics", "prometheus", "history", "gate"},
     {"recorder"},
     {"cost"},
     {"planner", "split", "report", "dense"},
@@ -23,7 +23,7 @@ FLOORS = (
     {"runtime"},
     {"sizing", "host_pool", "decode", "prefill"},
     {"attention"},
-    {"algorithm", "worker", "guide", "sampling", "request_info"},
+    {"algorithm", "worker", "graphs", "guide", "sampling", "request_info"},
     {"refusals", "model_shape"},
     {"plugin", "arguments", "launch"},
     {"command", "doctor", "doctor_gpu"},

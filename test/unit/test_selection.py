@@ -11,6 +11,7 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.ops.reference import NONE
 from sglang.srt.sparse_kv.step import DecodeStep
+from sglang.srt.sparse_kv.variants import Variant
 
 PAGE = 4
 LENGTHS = range(5 * PAGE + 1)
@@ -56,10 +57,8 @@ def test_row_1_looks_where_row_0_will(window):
     for shape in shapes(window):
         geometry = Geometry(1, 1, 1, 2, PAGE, 50, 30, 1, torch.float32, torch.float32)
         table = torch.arange(120, dtype=torch.int32)[None].expand(2, -1) + PAGE
-        build = [
-            DecodeStep.build(geometry, shape, 2, table, torch.ones(1, dtype=torch.int64), torch.tensor([n]))
-            for n in range(5 * PAGE + 2)
-        ]
+        req, two = torch.ones(1, dtype=torch.int64), Variant.TWO_ROWS
+        build = [DecodeStep.build(geometry, shape, two, table, req, torch.tensor([n])) for n in range(5 * PAGE + 2)]
         for now, later in itertools.pairwise(build):
             assert now.lo[0, 1] == later.lo[0, 0] and now.hi[0, 1] == later.hi[0, 0]
 

@@ -7,6 +7,7 @@ import torch
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 from sglang.srt.sparse_kv.ops.reference import NONE
 from sglang.srt.sparse_kv.step import DecodeStep
+from sglang.srt.sparse_kv.variants import Variant
 
 PAGE, PAGES = 4, 30
 
@@ -25,12 +26,13 @@ def table(requests: int, width: int = 12 * PAGE) -> torch.Tensor:
 
 
 def build(lengths: list[int], req: list[int] | None = None, shape=None, rows: int = 2, dtype=torch.int64, **kwargs):
+    variant = Variant.TWO_ROWS if rows == 2 else kwargs.get("variant", Variant.ONE_ROW)
     shape = shape or SelectionShape.from_tokens(PAGE, 2 * PAGE, PAGE, PAGE + 1)
     tokens = kwargs["tokens"] if "tokens" in kwargs else table(len(lengths))
     req = list(range(1, len(lengths) + 1)) if req is None else req
     index = torch.tensor(req, dtype=torch.int64)
     step = DecodeStep.build(
-        kwargs.get("geometry", geometry()), shape, rows, tokens, index, torch.tensor(lengths, dtype=dtype)
+        kwargs.get("geometry", geometry()), shape, variant, tokens, index, torch.tensor(lengths, dtype=dtype)
     )
     return step, tokens, shape
 

@@ -16,8 +16,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.sparse_kv import sampling, sizing, worker
 from sglang.srt.sparse_kv.gate import EARLY, LATE, Gate
+from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.history import TokenHistory
 from sglang.srt.sparse_kv.request_info import ASK, KEYS
+from sglang.srt.sparse_kv.variants import SETTLE, Variant
 from sglang.srt.sparse_kv.worker import LOOK_AHEAD_MIN_TOKENS, DualDecodeWorker, DualDraftInput
 
 VOCAB, SLOTS, TOKENS, PAGE = 97, 6, 128, 16
@@ -34,7 +36,13 @@ def model(tokens, positions):
 
 class Runtime:
     def __init__(self):
-        self.policy = SimpleNamespace(guide="chain", prefetch_floor=0.25)
+        self.policy = SimpleNamespace(guide="chain", prefetch_floor=0.25, rows=2, skip_scores=True)
+        self.config = None  # of the worker
+        self.variant = self.started = Variant.TWO_ROWS
+        self.shape = SelectionShape.from_tokens(PAGE, 2 * PAGE, PAGE, PAGE)
+        self.cache = SimpleNamespace(usable=10_000, scoped=[])
+        self.most_alone = None
+        self.ran = []
         self.gate = Gate(SLOTS, "cpu")
         self.history = TokenHistory(SLOTS, TOKENS, "cpu")
         self.hits, self.steps, self.flushes = [], 0, 0
@@ -45,7 +53,12 @@ class Runtime:
         pairs = zip(guess.tolist(), tokens.tolist(), strict=True)
         self.hits.append([guessed == token if guessed >= 0 else None for guessed, token in pairs])
 
+    @property
+    def rows(self):
+        return self.variant.rows
+
     def end_step(self, requests, record=None):
+        self.ran.append(self.variant)
         self.steps += 1
         self.stored = [*getattr(self, "stored", []), requests]
         self.records.append(record)
@@ -113,14 +126,19 @@ class Target:
 class Rig:
     """What the scheduler does with the worker: lengths, last tokens and slots of running requests."""
 
-    def __init__(self, guide="chain", overlap=False, **config):
-        config["guide"] = "none" if guide == "none" else "chain"
+    def __init__(self, guide="chain", overlap=False, rows=2, **config):
+        config = {"guide": "none" if guide == "none" else "chain", "rows": rows, **config}
         args = SimpleNamespace(_sparse_kv=config, random_seed=3)
         self.target = Target()
         self.worker = DualDecodeWorker(args, 0, None, 0, self.target)
         table = torch.arange(SLOTS * TOKENS, dtype=torch.int32).view(SLOTS, TOKENS) + PAGE
         self.worker.alloc_memory_pool(req_to_token_pool=SimpleNamespace(req_to_token=table))
-        self.runtime = self.worker.runtime
+        self.runtime = runtime = self.worker.runtime
+        runtime.config = started = self.worker.config
+        runtime.policy.rows = rows if rows == "auto" else started.most_rows
+        runtime.policy.skip_scores = rows == "auto"
+        if guide == "none":
+            runtime.variant = runtime.started = Variant.ONE_ROW
         self.runtime.policy.guide = "chain" if guide == "none" else guide
         self.overlap = overlap
         self.running: list = []
@@ -145,6 +163,7 @@ class Rig:
             reqs=requests,
             req_pool_indices=torch.tensor([req.req_pool_idx for req in requests]),
             seq_lens=torch.tensor([req.length for req in requests]),
+            req_pool_indices_cpu=torch.tensor([req.req_pool_idx for req in requests]),
             seq_lens_cpu=torch.tensor([req.length for req in requests]),
             seq_lens_sum=None,
             orig_seq_lens=None,
@@ -287,6 +306,82 @@ def test_requests_of_a_batch_have_noise_of_their_own():
     one, two, three, four = rig.worker._noise_keys[[1, 2, 3, 4]].tolist()
     assert one == four != 0
     assert len({one, two, three, 0}) == 4
+
+
+# ---------------------------------------------------------------- one row or two
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, "auto"])
+def test_the_text_does_not_depend_on_the_rows(rows, overlap):
+    rig = Rig("resync", overlap, rows="auto")
+    rig.runtime.policy.rows = rows
+    one, two = request(3), request(1, prompt=(8, 8, 1, 40))
+    rig.prefill(one)
+    for _ in range(5):
+        rig.decode()
+    rig.prefill(two)
+    for step in range(48):
+        rig.runtime.cache.usable = 1 if step == 3 else 10_000
+        rig.decode()
+    assert one.output_ids == greedy_text((5, 9, 2), 54)
+    assert two.output_ids == greedy_text((8, 8, 1, 40), 49)
+    ran = [variant for variant in rig.runtime.ran if variant is not Variant.TWO_ROWS]
+    assert len(ran) == {1: 53, 2: 0, "auto": 53 - SETTLE}[rows]
+
+
+def test_sampled_text_does_not_depend_on_the_rows_either():
+    texts = []
+    for rows in (1, 2):
+        rig = Rig(rows="auto")
+        rig.runtime.policy.rows = rows
+        requests = [request(2, greedy=False, seed=5), request(4, greedy=False, temperature=0.6)]
+        rig.prefill(*requests)
+        for _ in range(12):
+            rig.decode()
+        texts.append([req.output_ids for req in requests])
+    assert texts[0] == texts[1]
+
+
+def test_a_second_row_starts_with_right_guesses():
+    """After steps of one row each request's guess is computed first, and so is that of one which has just started."""
+    rig = Rig(rows="auto")
+    rig.prefill(request(3), request(1, prompt=(7, 7)))
+    for _ in range(4):
+        rig.decode()
+    assert rig.runtime.hits == [] and len(rig.target.forwards) == 1 + 4, "one row looks ahead for nobody"
+    assert [len(forward.input_ids) for forward in rig.target.forwards[1:]] == [2] * 4
+    rig.prefill(request(2, prompt=(4, 9)))
+    rig.runtime.cache.usable = 1
+    for _ in range(3):
+        rig.decode()
+    assert rig.runtime.hits == [[True, True, True]] * 3
+    assert [len(forward.input_ids) for forward in rig.target.forwards[6:]] == [6] * 4, "one look-ahead, three steps"
+    assert rig.runtime.variant is Variant.TWO_ROWS
+
+
+def test_a_request_about_to_end_starts_without_a_guess():
+    rig = Rig(rows="auto")
+    rig.prefill(request(3, max_new_tokens=LOOK_AHEAD_MIN_TOKENS - 1), request(1))
+    rig.decode()
+    rig.runtime.cache.usable = 1
+    rig.decode()
+    assert rig.runtime.hits == [[None, True]]
+
+
+def test_guesses_from_before_are_not_believed():
+    """What the worker and the gate knew of a request is old once it has run with one row."""
+    rig = Rig("chain", rows="auto")
+    rig.runtime.policy.rows = 2
+    rig.prefill(request(3, max_new_tokens=20))
+    for _ in range(3):
+        rig.decode()
+    assert rig.worker.guide_state.guess[3] >= 0
+    rig.runtime.policy.rows = 1
+    rig.decode()
+    rig.runtime.policy.rows = 2
+    rig.decode()
+    assert rig.runtime.hits[-1] == [None]
 
 
 # ---------------------------------------------------------------- guides

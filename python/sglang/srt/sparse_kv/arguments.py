@@ -134,7 +134,7 @@ def _derived(kwargs: dict[str, Any], config: SparseKVConfig) -> dict[str, Any]:
         "speculative_algorithm": refusals.ALGORITHM,
         "speculative_num_steps": 1,
         "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": config.rows,
+        "speculative_num_draft_tokens": config.most_rows,
         "attention_backend": refusals.ATTENTION_BACKEND,
         "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
         # Prefill streams its prefix from the host by sizes that differ from batch to batch.

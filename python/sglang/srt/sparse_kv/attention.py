@@ -1,4 +1,4 @@
-"""SGLang's attention backend over the page cache: decode with two rows a request, streamed prefill."""
+"""SGLang's attention backend over the page cache: decode with one or two rows a request, streamed prefill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.sparse_kv.step import DecodeStep
 
 
 class SparseKVAttnBackend(AttentionBackend):
-    """TARGET_VERIFY forwards are decode steps (rows 0 and 1 of each request interleaved), EXTEND forwards are
+    """TARGET_VERIFY forwards are decode steps (the rows of each request adjacent), EXTEND forwards are
     prefill.
     """
 
@@ -58,7 +58,7 @@ class SparseKVAttnBackend(AttentionBackend):
             self.step = DecodeStep.build(
                 self.runtime.geometry,
                 self.runtime.shape,
-                self.runtime.rows,
+                self.runtime.variant,
                 self.req_to_token_pool.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,

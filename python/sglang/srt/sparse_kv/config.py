@@ -32,6 +32,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
 _SIZE_HELP = 'write a size such as "96GB", "64GiB" or "50%"'
+ROWS = ("auto", 1, 2)
 _GUIDES = ("chain", "lookup", "resync", "none")
 _LOOKUP_GUIDES = ("lookup", "resync")
 _LANDMARK_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -86,6 +87,8 @@ class SparseKVConfig:
         host_memory: "auto", or the host KV of all ranks together, as ``parse_size`` reads it.
         guide: "chain" (row 1 continues its own guesses), "lookup" (what followed the last tokens before), "resync" (the
             chain, and a lookup where it was wrong) or "none" (one row per request).
+        rows: rows of a request in a decode step: 2, 1, or "auto" (each step has one where all pages of the running
+            requests fit the page cache, else two).
         guide_attends: "selected" (row 1 attends to the pages that row 0 selected) or "own" (to those that it would
             select itself, as far as they are cached).
         residency: layers whose cache is their own: "auto" (the planner decides), "all", "none", a fraction of the
@@ -108,6 +111,7 @@ class SparseKVConfig:
     budget: int = 2048
     host_memory: int | str = "auto"
     guide: str = "resync"
+    rows: str | int = 2
     guide_attends: str = "selected"
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
@@ -125,14 +129,14 @@ class SparseKVConfig:
     record: str = ""
 
     @property
-    def rows(self) -> int:
-        """Rows that one request occupies in a decode step."""
-        return 1 if self.guide == "none" else 2
+    def most_rows(self) -> int:
+        """Rows that one request occupies in a decode step at most."""
+        return 1 if self.guide == "none" or self.rows == 1 else 2
 
     @property
     def keeps_history(self) -> bool:
         """Whether the tokens of running requests are kept on the device, for a guide that looks them up."""
-        return self.guide in _LOOKUP_GUIDES or (self.debug and self.rows == 2)
+        return (self.guide in _LOOKUP_GUIDES and self.most_rows == 2) or (self.debug and self.most_rows == 2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SparseKVConfig:
@@ -192,6 +196,8 @@ class SparseKVConfig:
         _check_number("prefetch_cap", self.prefetch_cap, low=0, high=1)
         _check_number("prefetch_floor", self.prefetch_floor, low=0, high=1)
         _check_choice("guide", self.guide, _GUIDES)
+        if self.rows not in ROWS or isinstance(self.rows, (bool, float)):
+            raise ValueError(f"rows is {self.rows!r}; use 'auto', 1 or 2.")
         _check_choice("guide_attends", self.guide_attends, ("selected", "own"))
         _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
         for name in ("prefetch", "coupled_sampling", "debug"):

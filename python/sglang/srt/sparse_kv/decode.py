@@ -11,7 +11,7 @@ from sglang.srt.sparse_kv.step import DecodeStep
 
 
 def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, scale: float) -> torch.Tensor:
-    """Both rows of every request through one layer's sparse attention.
+    """All rows of every request through one layer's sparse attention.
 
     q [N*R, Hq, D] or [N*R, Hq*D], k, v [N*R, H, D], rows of a request adjacent. Returns [N*R, H*G, D]. Row 0's K/V is
     stored; row 1's is used here and stored nowhere.
@@ -24,10 +24,11 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     k = k.view(n, rows, geometry.kv_heads, geometry.head_dim)
     v = v.view(n, rows, geometry.kv_heads, geometry.head_dim)
 
-    inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale)
+    inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale, scored=step.selection is None)
     # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
     # token lets row 1, one position ahead, look at it.
-    with runtime.transfer.branch() if shape.window > 1 else contextlib.nullcontext():
+    beside = step.selection is None and shape.window > 1
+    with runtime.transfer.branch() if beside else contextlib.nullcontext():
         schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
         due = schedule.due(layer, step)
         ops.append(
@@ -43,9 +44,11 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
             beside=[plan for _, plan in due],
         )
         schedule.start(due)
-    scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
-    keep = (runtime.predicted[:, layer], step.req)
-    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep)
+    selection = step.selection
+    if selection is None:
+        scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
+        keep = (runtime.predicted[:, layer], step.req)
+        selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep)
     runtime.transfer.join_branch()
     slots, fetch = ops.resolve(
         view,

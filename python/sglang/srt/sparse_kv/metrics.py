@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, HIT, MISSED, PREFETCHED, SELECTED, USEFUL
+from sglang.srt.sparse_kv.variants import Variant
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
@@ -62,8 +63,10 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
     total = {name: sum(layer[name] for layer in rows) for name in rows[0]}
     return {
         "engine": runtime.ops.name,
-        "rows": runtime.rows,
-        "steps": runtime.steps,
+        "rows": runtime.plan.rows,
+        "steps": sum(runtime.steps.values()),
+        "one_row": runtime.steps[Variant.ONE_ROW],
+        "all_pages": runtime.steps[Variant.ALL_PAGES],
         "guide_hits": right,
         "guides": guesses,
         "total": total,
@@ -97,6 +100,10 @@ def log_suffix(runtime: SparseKVRuntime) -> str:
     total = [sum(column) for column in zip(*table, strict=True)]
     parts = [f"sparse hit: {total[HIT] / max(total[SELECTED], 1):.3f}", f"missed: {total[MISSED]}"]
     parts.append(f"prefetch useful: {total[USEFUL] / max(total[PREFETCHED], 1):.2f}")
-    if runtime.rows == 2:
+    if runtime.config.most_rows == 2:
         parts.append(f"guide: {right / max(guesses, 1):.2f}")
+    if runtime.config.rows == "auto":
+        steps = runtime.steps
+        share = (steps[Variant.ONE_ROW] + steps[Variant.ALL_PAGES]) / max(sum(steps.values()), 1)
+        parts.append(f"one row: {share:.2f}, all pages: {steps[Variant.ALL_PAGES] / max(sum(steps.values()), 1):.2f}")
     return ", ".join(parts)

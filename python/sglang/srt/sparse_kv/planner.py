@@ -6,6 +6,7 @@ Arithmetic alone: sizing.py asks the machine, and `sglang-sparse-kv plan` does w
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class Plan:
     device_bytes: dict[str, int]
 
     residency: str | float | tuple[int, ...] = "all"
-    rows: int = 2
+    rows: str | int = 2
     max_context: int = 0  # tokens of one request, prompt and answer, that the host pool takes
     device: str = ""  # whose figures the estimates use; none without a GPU
     outside: dict[str, int] = dataclasses.field(default_factory=dict)  # device bytes of SGLang and others
@@ -90,6 +91,8 @@ def device_bytes(
         sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
     if cuda:
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
+        if config.rows == "auto":
+            sizes["graphs for one row"] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES
     return sizes
 
 
@@ -106,7 +109,7 @@ def staging_tokens(geometry: Geometry, free: int) -> int:
 
 def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionShape) -> int:
     """Bytes that the CUDA engine's kernels and FlashInfer work in."""
-    lines = geometry.max_requests * config.rows * geometry.kv_heads * geometry.group
+    lines = geometry.max_requests * config.most_rows * geometry.kv_heads * geometry.group
     scores = lines * geometry.max_pages * 4
     lists = (
         geometry.kv_heads * max(geometry.max_requests * shape.width, geometry.staging_tokens // geometry.page_size) * 28
@@ -114,7 +117,15 @@ def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionSh
     return scores + lists + FLASHINFER_BYTES
 
 
+def graph_sizes(captured: Iterable[int]) -> list[int]:
+    """Of the batch sizes that two rows are captured for, those for one row: a padded request costs it less."""
+    sizes = sorted(captured)
+    return [size for size in sizes if size <= 4 or size % 8 == 0 or size == sizes[-1]]
+
+
 FLASHINFER_BYTES = (128 + 4 * 24) << 20  # partial results, and a plan for each batch size that is captured
+# Of a batch size that is captured once more for one row with scores and without: two graphs, and one plan for both.
+ONE_ROW_BYTES = 2 * 30 * 10**6 + (4 << 20)
 
 
 def slot_bytes(geometry: Geometry, config: SparseKVConfig) -> int:
@@ -179,6 +190,6 @@ def plan(
         staging_tokens=geometry.staging_tokens,
         device_bytes=device_bytes(settled, slots, config, shape, cuda),
         residency="all" if config.residency == "auto" else config.residency,
-        rows=config.rows,
+        rows=config.rows if config.most_rows == 2 else 1,
         max_context=max(0, (host_pages - 1) * geometry.page_size - 1),  # SGLang keeps a page in reserve
     )

@@ -6,13 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.config import ROWS, SparseKVConfig
 
 GUIDES = ("chain", "random", "frozen", "forced", "greedy", "lookup", "resync")
 TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle")
 # SGLang's endpoint for internal state carries numbers only, so a name may be given as its place in the list.
 ATTENDS = ("selected", "own")
-NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "transfer": TRANSFERS}
+NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "rows": ROWS, "transfer": TRANSFERS}
 
 
 @dataclass
@@ -21,12 +21,15 @@ class Policy:
     names from `shuffle_predictions` on.
 
     budget: tokens, at most the started one, counted in whole pages. residency: as in the configuration. cache_slots:
-    usable slots per layer and kv head, 0 for all that were allocated.
+    usable slots per layer and kv head, 0 for all that were allocated. rows: as configured. skip_scores: compute
+    none where one row is enough and every page is selected.
     """
 
     budget: int
     guide: str = "chain"
     guide_attends: str = "selected"
+    rows: str | int = 2
+    skip_scores: bool = False
     prefetch: bool = True
     prefetch_floor: float = 0.0
     prefetch_cap: float = 1.0
@@ -45,8 +48,10 @@ class Policy:
     def from_config(cls, config: SparseKVConfig) -> Policy:
         return cls(
             budget=config.budget,
-            guide=config.guide if config.rows == 2 else "chain",
+            guide=config.guide if config.most_rows == 2 else "chain",
             guide_attends=config.guide_attends,
+            rows="auto" if config.rows == "auto" else config.most_rows,
+            skip_scores=config.rows == "auto",
             prefetch=config.prefetch,
             prefetch_floor=config.prefetch_floor,
             prefetch_cap=config.prefetch_cap,
@@ -62,6 +67,11 @@ class Policy:
                 f"sparse_kv policy budget must be from one page ({page_size}) up to the {started.budget} tokens of the "
                 f"start, got {new.budget}"
             )
+        if new.rows == 2 and started.most_rows == 1:
+            raise ValueError(
+                "sparse_kv policy rows is 2, and this server was started for one row a request, which has no guide; "
+                "restart it with rows 2"
+            )
         return new
 
     def _read(self, key: str, value: Any) -> Any:
@@ -76,7 +86,8 @@ class Policy:
                 value = names[int(value)]
             if value not in names:
                 raise ValueError(
-                    f"sparse_kv policy {key} is one of {', '.join(names)}, or its place in that list, got {value!r}"
+                    f"sparse_kv policy {key} is one of {', '.join(map(str, names))}, or its place in that list, "
+                    f"got {value!r}"
                 )
         elif isinstance(getattr(self, key), bool):
             if value not in (0, 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.sparse_kv import metrics
+from sglang.srt.sparse_kv.variants import Variant
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
@@ -28,6 +29,8 @@ LAYER_COUNTERS = {
 }
 COUNTERS = {
     "steps": ("steps_total", "Decode steps."),
+    "one_row": ("one_row_steps_total", "Of these, with one row a request, and scores."),
+    "all_pages": ("all_pages_steps_total", "Of these, with one row a request, and every page selected."),
     "guides": ("guides_total", "Guesses at the next token."),
     "guide_hits": ("guide_hits_total", "Guesses that were the next token."),
     "bytes_stored": ("stored_bytes_total", "Bytes of keys and values written to host memory."),
@@ -77,7 +80,9 @@ class Exporter:
                 self._raise_to(counter, key, row[key], layer)
         token = metrics.token_bytes(runtime)
         values = {
-            "steps": runtime.steps,
+            "steps": sum(runtime.steps.values()),
+            "one_row": runtime.steps[Variant.ONE_ROW],
+            "all_pages": runtime.steps[Variant.ALL_PAGES],
             "guides": guesses,
             "guide_hits": right,
             "bytes_stored": runtime.tokens_stored * token,

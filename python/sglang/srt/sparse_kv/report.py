@@ -9,10 +9,11 @@ def table(plan: Plan) -> str:
     """The plan as lines of text. Sizes are those of one rank."""
     gpu = [*((name, size) for name, size in plan.outside.items()), *plan.device_bytes.items()]
     lines = ["sparse KV plan (per rank)", *memory("device memory", gpu)]
+    rows = {"auto": "1 or 2 rows", 1: "1 row"}.get(plan.rows, f"{plan.rows} rows")
     lines += memory("host memory", [("KV pool", plan.host_bytes)])
     lines += [
         f"  {plan.host_tokens} tokens in the host pool, at most {plan.max_context} of one request",
-        f"  {plan.max_running_requests} requests at once, {plan.rows} rows each; {plan.slots} slots per layer and kv "
+        f"  {plan.max_running_requests} requests at once, {rows} each; {plan.slots} slots per layer and kv "
         f"head, {plan.shape.width} pages a selection, residency {plan.residency}",
     ]
     lines += expected(plan)

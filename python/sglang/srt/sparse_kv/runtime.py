@@ -19,6 +19,7 @@ from sglang.srt.sparse_kv.recorder import Recorder
 from sglang.srt.sparse_kv.schedule import Schedule
 from sglang.srt.sparse_kv.step import DecodeStep
 from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, StreamTransfer, Transfer
+from sglang.srt.sparse_kv.variants import Variant
 
 FIRST_STEP = 1024  # the clock starts late enough that "long unused" is a positive stamp
 LONG_UNUSED = 64  # steps after which prefill may take a slot from the decode working set
@@ -47,7 +48,8 @@ class SparseKVRuntime:
     ):
         self.config, self.geometry, self.plan, self.host = config, geometry, plan, host
         self.shape = plan.shape
-        self.rows = config.rows
+        self.started = Variant.TWO_ROWS if config.most_rows == 2 else Variant.ONE_ROW  # which SGLang knows of
+        self.variant = self.started  # of the step that runs
         if config.guide_attends == "own" and device.type == "cuda":
             raise ValueError('guide_attends "own" exists on the CPU engine only; use "selected" on a GPU')
         self.ops = engine_for(device)
@@ -93,7 +95,8 @@ class SparseKVRuntime:
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
         # Of each request slot since its prefill: units waited for, units fetched ahead.
         self.fetched = torch.zeros((geometry.max_requests + 1, 2), dtype=torch.int32, device=device)
-        self.steps = 0
+        self.most_alone: int | None = None  # requests that CUDA graphs of ONE_ROW take; None where none are needed
+        self.steps = dict.fromkeys(Variant, 0)
         self.tokens_stored = self.tokens_staged = 0  # whose K/V went to the host; came from there for prefill
         self.read = metrics.Reader(device)
         self._poisoned = torch.zeros(geometry.num_pages, dtype=torch.bool)
@@ -107,13 +110,23 @@ class SparseKVRuntime:
         geometry = self.geometry
         workspace(self.device).reserve(
             requests=geometry.max_requests,
-            rows=self.rows,
+            rows=self.config.most_rows,
             heads=geometry.kv_heads,
             group=geometry.group,
             max_pages=geometry.max_pages,
             width=self.shape.width,
             chunk_pages=self.plan.staging_tokens // geometry.page_size + geometry.max_requests,
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows a request in the step that runs."""
+        return self.variant.rows
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether the step that runs fetches for the next: not where one row was chosen because all pages fit."""
+        return self.variant is Variant.TWO_ROWS or (self.variant is Variant.ONE_ROW and self.config.most_rows == 1)
 
     def tick(self) -> None:
         """Starts a step: what was selected until now may leave the cache."""
@@ -143,7 +156,7 @@ class SparseKVRuntime:
         """Called by the worker after a decode forward of so many requests. record: what a recording keeps of the step,
         None for a look-ahead.
         """
-        self.steps += 1
+        self.steps[self.variant] += 1
         self.tokens_stored += requests
         if self.recorder is not None:
             if record is None:
@@ -171,6 +184,12 @@ class SparseKVRuntime:
             raise ValueError(
                 f"sparse_kv policy cache_slots must be within {least} (one selection) and {self.plan.slots} "
                 f"(allocated), got {new.cache_slots}"
+            )
+        switched = (new.rows, new.skip_scores) != (self.policy.rows, self.policy.skip_scores)
+        if switched and self.config.rows != "auto" and self.device.type == "cuda":
+            raise ValueError(
+                "sparse_kv policy rows and skip_scores need CUDA graphs that only a server with rows auto has; "
+                'restart it with --sparse-kv-config \'{"debug": true, "rows": "auto"}\''
             )
         captured = [name for name in CAPTURED if getattr(new, name) != getattr(self.policy, name)]
         if captured and self.device.type == "cuda":
@@ -207,7 +226,8 @@ class SparseKVRuntime:
     def reset_counters(self) -> None:
         self.cache.counters.zero_()
         self.guide_hits.zero_()
-        self.steps = self.tokens_stored = self.tokens_staged = 0
+        self.steps = dict.fromkeys(Variant, 0)
+        self.tokens_stored = self.tokens_staged = 0
 
     def poison_freed(self, free_pages: torch.Tensor) -> None:
         """Overwrites what pages that came back to the allocator still hold, everywhere. free_pages int [M]."""

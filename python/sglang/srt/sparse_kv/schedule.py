@@ -6,6 +6,8 @@ first layers of step t+1. Tables are edited beside the append of a later layer, 
 then takes no time of its own. Scoped layers: layer j+2's buffer is filled when layer j's attention ends. What the true
 selection still misses is fetched at once and waited for.
 
+A step of one row that was chosen because all pages fit the cache fetches nothing ahead (`variants.py`).
+
 For requests whose guesses are likely wrong, resident layers fetch nothing ahead (`gate.py`).
 
 Entries planned before a layer's true selection carry the previous step's stamp: that selection may evict them if it
@@ -35,6 +37,8 @@ class Schedule:
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
         runtime.tick()
+        if not runtime.fetches_ahead:
+            return
         self._closed = torch.where(runtime.gate.open[:, step.req], step.closed_pages, 0)
         for layer in range(max(0, self._first_late), runtime.geometry.num_layers):
             if layer <= layer - self._first_late and layer not in runtime.cache.scoped:
@@ -54,7 +58,10 @@ class Schedule:
         """Prefetches to plan beside the append of `layer`, with their layers: that of the layer before it for the next
         step, and of a late one for this step.
         """
-        runtime, found = self.runtime, []
+        runtime = self.runtime
+        if not runtime.fetches_ahead:
+            return []
+        found = []
         if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
             found.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
         late = self._first_late + layer

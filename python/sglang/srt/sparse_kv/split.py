@@ -76,7 +76,7 @@ def load_of(config: SparseKVConfig, geometry: Geometry, weights: int, host: floa
     resident = len(resident_layers(config.residency, geometry.num_layers))
     shape = planner.selection_shape(geometry, config)
     pages = host // geometry.page_bytes - 1 if host < math.inf else math.inf  # one is the dummy's
-    return cost.Load(geometry, shape, weights, config.rows, geometry.num_layers - resident, pages)
+    return cost.Load(geometry, shape, weights, config.most_rows, geometry.num_layers - resident, pages)
 
 
 def speeds(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, context: int, slots: int):
@@ -222,7 +222,7 @@ def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: 
                 f"requests: {requests}, as set; {number} would give {most:.0f} instead of {here:.0f} tokens/s with a "
                 "full host pool"
             )
-    if config.rows == 2:
+    if config.most_rows == 2:
         one = speed(dataclasses.replace(config, guide="none"), requests)
         if one > WORTH * here:
             said.append(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 from sglang.srt.sparse_kv.ops import reference
-from sglang.srt.sparse_kv.ops.reference import NONE
+from sglang.srt.sparse_kv.ops.reference import NONE, Selection
+from sglang.srt.sparse_kv.variants import Variant
 
 
 @dataclass
@@ -25,14 +26,25 @@ class DecodeStep:
     lo: torch.Tensor  # int64 [N, R] candidate bounds of each row
     hi: torch.Tensor  # int64 [N, R]
     last_tokens: torch.Tensor  # int64 [N] tokens in the open page, row 0's included
+    selection: Selection | None = None  # of every layer, where it needs no scores
 
     @classmethod
     def build(
-        cls, geometry: Geometry, shape: SelectionShape, rows: int, req_to_token, req, length, ops: Any = reference
+        cls,
+        geometry: Geometry,
+        shape: SelectionShape,
+        variant: Variant,
+        req_to_token,
+        req,
+        length,
+        ops: Any = reference,
     ) -> DecodeStep:
         """req_to_token int32 [slots, context]; req int64 [N]; length int [N]; ops: the device's engine."""
-        batch = ops.decode_step(shape, geometry.max_pages, rows, req_to_token, req, length)
-        return cls(req=req, **vars(batch))
+        batch = ops.decode_step(shape, geometry.max_pages, variant.rows, req_to_token, req, length)
+        step = cls(req=req, **vars(batch))
+        if variant is Variant.ALL_PAGES:
+            step.selection = step.every_page(shape, geometry.kv_heads)
+        return step
 
     def forced(self, shape: SelectionShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Forced pages of row 0 with the committed tokens of each: (int32 [N, F] physical, int32 [N, F]).
@@ -50,3 +62,11 @@ class DecodeStep:
         wanted = (logical >= 0) & (logical <= open_logical) & (tokens > 0) & self.active[:, None]
         pages = self.table.gather(1, logical.clamp(0, self.table.shape[1] - 1))
         return torch.where(wanted, pages, NONE), tokens.to(torch.int32)
+
+    def every_page(self, shape: SelectionShape, heads: int) -> Selection:
+        """What is selected where no request has more pages than `shape` selects: all of them, the open page last."""
+        logical = torch.arange(shape.width, device=self.length.device)
+        pages = self.table.gather(1, logical.clamp(max=self.table.shape[1] - 1).expand(self.table.shape[0], -1))
+        number = torch.where(self.active, self.closed_pages + 1, 0).clamp(max=shape.width)
+        pages = torch.where(logical < number[:, None], pages, NONE)
+        return Selection(pages[:, None].expand(-1, heads, -1).contiguous(), number.to(torch.int32), None)

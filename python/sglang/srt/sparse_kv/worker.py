@@ -1,4 +1,4 @@
-"""The worker that SGLang's scheduler drives: one decode step is one forward of two rows per request.
+"""The worker that SGLang's scheduler drives: one decode step is one forward of one or two rows per request.
 
 Row 0 holds the token drawn last and gives the next one, by SGLang's own sampler. Row 1 holds a guess at that next
 token; what it draws becomes the guess of the following step. Every step commits one token, so lengths are known before
@@ -22,6 +22,7 @@ from sglang.srt.sparse_kv import guide, sampling, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
 from sglang.srt.sparse_kv.request_info import StepInfo, asks
+from sglang.srt.sparse_kv.variants import Chooser, Variant
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.sparse_kv.graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +100,8 @@ class DualVerifyInput(SpecInput):
 class DualDecodeWorker(BaseSpecWorker):
     """Drives the target model alone: there is no draft model.
 
-    State is kept per request slot, in tensors of the size of the slot table. Nothing on the decode path reads a tensor
-    on the host or loops over requests, except in the step after a prefill (which requests have started) and in batches
+    State is kept per request slot, in tensors of the size of the slot table. Nothing on the decode path waits for the
+    device or loops over requests, except in the step after a prefill (which requests have started) and in batches
     with a grammar, which upstream runs without overlap anyway.
     """
 
@@ -111,10 +113,10 @@ class DualDecodeWorker(BaseSpecWorker):
         self._draft_worker = None
         self.server_args = server_args
         self.config = SparseKVConfig.from_dict(server_args._sparse_kv)
-        self.rows = self.config.rows
         self.device = target_worker.model_runner.device
         self._noise_seeds = sampling.NoiseKeys(self.config.seed, server_args.random_seed)
         self._started: set[int] = set()  # slots prefilled since the last decode step
+        self._graphs: StepGraphs | None = None
         self._informed: dict[int, tuple[int, int]] = {}  # slots of requests that want to know what they cost
 
     # ------------------------------------------------------------------ life
@@ -130,16 +132,21 @@ class DualDecodeWorker(BaseSpecWorker):
         self.guides = build_guides(self.guide_state)
         self._noise_keys = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._penalty_rates = torch.zeros(slots, 3, dtype=torch.float32, device=self.device)
-        self._offsets = torch.arange(self.rows, dtype=torch.int64, device=self.device)
+        self._chooser = Chooser(slots)
+        self._offsets = torch.arange(2, dtype=torch.int64, device=self.device)
         self._ones = torch.ones(slots, dtype=torch.int32, device=self.device)
         self._begin_guess, self._end_guess = guide.begin_step, guide.end_step
         self._couple_sampler()
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
+        if self._ones.is_cuda:
+            from sglang.srt.sparse_kv.graphs import StepGraphs
+
+            self._graphs = StepGraphs(self._runner, self.runtime)
         if self._coupled and self._ones.is_cuda:
             sampling.warm_up(self.guide_state.vocab_size, self._ones.device)
-        if self.rows == 2 and self._ones.is_cuda:
+        if self.config.most_rows == 2 and self._ones.is_cuda:
             self._begin_guess, self._end_guess = guide.compiled_steps()
             policy = self.runtime.policy
             guide.warm_up(self.guides[policy.guide], self.runtime.gate, policy.prefetch_floor)
@@ -149,6 +156,7 @@ class DualDecodeWorker(BaseSpecWorker):
         """The scheduler flushed its caches: no request is alive and no page keeps its contents."""
         self._started.clear()
         self._informed.clear()
+        self._chooser.reset()
         self.guide_state.reset()
         self.runtime.gate.reset()
         self.runtime.flush()
@@ -209,9 +217,8 @@ class DualDecodeWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(batch.seq_lens)
         result = self._target_worker.forward_batch_generation(batch)
-        self.guide_state.start(slots)
-        if self.rows == 2:
-            self.runtime.gate.start(slots)
+        self._chooser.start(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
+        self._forget_guesses(slots)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DualDraftInput(result.next_token_ids)
         return result
@@ -225,10 +232,11 @@ class DualDecodeWorker(BaseSpecWorker):
         if self._coupled and not info.is_all_greedy:
             sampling.couple(info, self._noise_keys[slots])
 
+        if self.runtime.history is not None:
+            self.runtime.history.append(slots, batch.seq_lens, tokens)
+        self._enter(batch)
         guess = guess_mask = None
         if self.rows == 2:
-            if self.runtime.history is not None:
-                self.runtime.history.append(slots, batch.seq_lens, tokens)
             strategy, floor = self.guides[self.runtime.policy.guide], self.runtime.policy.prefetch_floor
             self._look_ahead(batch, tokens, everywhere=strategy.look_ahead is LookAhead.ALL)
             guess, in_sync = self._begin_guess(strategy, self.runtime.gate, slots, batch.seq_lens, floor)
@@ -258,6 +266,7 @@ class DualDecodeWorker(BaseSpecWorker):
         recording = self.runtime.recorder is not None
         record = self._record(batch, tokens, forward_batch.input_ids, next_tokens) if recording else None
         self.runtime.end_step(len(batch.reqs), record)
+        self.runtime.variant = self.runtime.started
 
         result.next_token_ids = next_tokens
         if self._informed:
@@ -283,11 +292,12 @@ class DualDecodeWorker(BaseSpecWorker):
 
     def _forward_batch(self, batch: ScheduleBatch, slots: torch.Tensor, tokens: torch.Tensor) -> ForwardBatch:
         """A forward over tokens, int [N, rows], from the committed length on."""
-        positions = batch.seq_lens[:, None] + self._offsets
+        rows = tokens.shape[1]
+        positions = batch.seq_lens[:, None] + self._offsets[:rows]
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens.reshape(-1).long()
         batch.out_cache_loc = self.req_to_token[slots[:, None], positions].reshape(-1).long()
-        batch.spec_info = DualVerifyInput(positions.reshape(-1), self.rows)
+        batch.spec_info = DualVerifyInput(positions.reshape(-1), rows)
         return ForwardBatch.init_new(batch, self._runner, return_hidden_states_before_norm=False)
 
     def _forward(self, forward_batch: ForwardBatch) -> GenerationBatchResult:
@@ -328,7 +338,7 @@ class DualDecodeWorker(BaseSpecWorker):
         # Greedy requests come as top-k 1 at temperature 1.
         looks_up = [p.top_k == 1 or p.temperature < guide.LOOK_UP_BELOW for p in params]
         self.guide_state.looks_up[slots] = self._upload(looks_up, torch.bool)
-        for req, param in zip(batch.reqs, params, strict=True):
+        for req in batch.reqs:
             if self.runtime.history is not None:
                 # All of a prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
                 self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
@@ -336,14 +346,46 @@ class DualDecodeWorker(BaseSpecWorker):
             self._informed.pop(req.req_pool_idx, None)
             if asks(req):
                 self._informed[req.req_pool_idx] = (0, 0)
-            limit = param.max_new_tokens
-            if self.rows == 2 and (limit is None or limit - len(req.output_ids) >= LOOK_AHEAD_MIN_TOKENS):
-                self._started.add(req.req_pool_idx)
+            if self.config.most_rows == 2:
+                self._plan_look_ahead(req)
 
     def _upload(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         pinned = is_pin_memory_available(self.device)
         made = torch.as_tensor(values, dtype=dtype)  # torch cannot build a pinned tensor from a numpy array
         return (made.pin_memory() if pinned else made).to(self.device, non_blocking=True)
+
+    # ------------------------------------------------------------------ one row or two
+
+    @property
+    def rows(self) -> int:
+        """Rows a request in the step that runs."""
+        return self.runtime.rows
+
+    def _enter(self, batch: ScheduleBatch) -> None:
+        """Choose the step's variant, on the host from lengths alone."""
+        slots, runtime = batch.req_pool_indices_cpu, self.runtime
+        runtime.variant = self._chooser.choose(slots, runtime)
+        if self._graphs is not None:
+            self._graphs.select(runtime.variant)
+        if runtime.variant is not Variant.TWO_ROWS:
+            self._started.clear()  # their guesses would be old when they are wanted
+            return
+        places = self._chooser.take_unguessed(slots)
+        if places:
+            self._forget_guesses(batch.req_pool_indices[self._upload(places, torch.int64)])
+            for place in places:
+                self._plan_look_ahead(batch.reqs[place])
+
+    def _forget_guesses(self, slots: torch.Tensor) -> None:
+        """Nothing is known of what follows the last tokens of these requests. slots: int [N]."""
+        self.guide_state.start(slots)
+        if self.config.most_rows == 2:
+            self.runtime.gate.start(slots)
+
+    def _plan_look_ahead(self, req: Any) -> None:
+        limit = req.sampling_params.max_new_tokens
+        if limit is None or limit - len(req.output_ids) >= LOOK_AHEAD_MIN_TOKENS:
+            self._started.add(req.req_pool_idx)
 
     # ------------------------------------------------------------------ guides
 

@@ -1,0 +1,94 @@
+"""Which kind of step a batch takes, chosen on the host from what is known without waiting for the device.
+
+Two rows a request pay where pages come and go: row 1 says what to fetch. Once every page of every running request fits
+the page cache, misses die out by themselves: a page that was needed stays, since nothing but pages of these requests is
+still wanted. Then one row does. And where contexts are within the budget, sinks and window, all pages are selected
+whatever their scores, so that none need be computed.
+
+A choice costs time or saves it; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+# Steps for which a batch must have been able to go with one row before it does, once it had two. On the way back every
+# request's guess is computed by a step of its own, so that going to and fro takes 3 % of the time at most.
+SETTLE = 32
+
+
+class Variant(enum.Enum):
+    TWO_ROWS = "two_rows"
+    ONE_ROW = "one_row"
+    ALL_PAGES = "all_pages"  # one row, and no scores: every page is selected
+
+    @property
+    def rows(self) -> int:
+        return 2 if self is Variant.TWO_ROWS else 1
+
+
+class Chooser:
+    """Keeps the length of every running request, and chooses. Slots of arguments are int64 [N] on the host.
+
+    All ranks see the same batches, so they choose alike.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.lengths = torch.zeros(num_slots, dtype=torch.int64)  # committed tokens
+        self._unguessed = torch.zeros(num_slots, dtype=torch.bool)  # ran with one row since their last guess
+        self._settled = SETTLE  # steps in a row for which one row would have done
+
+    def start(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """A prefill: the slots' owners have so many tokens."""
+        self.lengths[slots] = lengths
+        self._unguessed[slots] = False
+
+    def choose(self, slots: torch.Tensor, runtime: SparseKVRuntime) -> Variant:
+        """The variant of the next step of these requests, which adds one token to each."""
+        lengths = self.lengths[slots]
+        self.lengths[slots] = lengths + 1
+        variant = self._choose(lengths, runtime)
+        if variant is not Variant.TWO_ROWS:
+            self._unguessed[slots] = True
+        return variant
+
+    def take_unguessed(self, slots: torch.Tensor) -> list[int]:
+        """Places in the batch of the requests that have no guess because they ran with one row; they are told once."""
+        places = self._unguessed[slots].nonzero()[:, 0].tolist()
+        self._unguessed[slots] = False
+        return places
+
+    def reset(self) -> None:
+        """No request is alive."""
+        self._unguessed.fill_(False)
+        self._settled = SETTLE
+
+    def _choose(self, lengths: torch.Tensor, runtime: SparseKVRuntime) -> Variant:
+        policy, shape, cache = runtime.policy, runtime.shape, runtime.cache
+        if policy.rows == 2:
+            return Variant.TWO_ROWS
+        everything = False
+        if policy.skip_scores and not cache.scoped and runtime.recorder is None:
+            low, high = shape.candidate_bounds(lengths)
+            everything = bool((high - low <= shape.budget_pages).all())
+        alone = Variant.ALL_PAGES if everything else Variant.ONE_ROW
+        if policy.rows == 1 or runtime.config.most_rows == 1:
+            return alone
+        pages = int((lengths // shape.page_size + 1).sum())
+        does = not cache.scoped and pages <= cache.usable and runtime.recorder is None
+        if not everything:
+            most = worthwhile(cache.usable, shape.width)
+            does = does and len(lengths) <= (most if runtime.most_alone is None else min(most, runtime.most_alone))
+        self._settled = min(self._settled + 1, SETTLE) if does else 0
+        return alone if self._settled == SETTLE else Variant.TWO_ROWS
+
+
+def worthwhile(slots: int, width: int) -> int:
+    """Most requests for which one row with scores is held ready: contexts of two selections each still fit."""
+    return slots // (2 * width)
