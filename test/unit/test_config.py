@@ -196,3 +196,17 @@ def test_arguments_that_do_not_go_together(arguments, word):
     with pytest.raises(ValueError) as error:
         config_from_arguments(*arguments)
     assert word in refusal(error)
+
+
+def test_rows():
+    def rows(**values):
+        made = SparseKVConfig.from_dict(values)
+        return made.rows, made.most_rows, made.keeps_history
+
+    assert rows() == rows(rows=2) == (2, 2, True)
+    assert rows(rows="auto") == ("auto", 2, True)
+    assert rows(rows=1) == (1, 1, False)
+    assert rows(rows="auto", guide="none") == ("auto", 1, False)
+    for wrong in (0, 3, "two", True, 2.0, None):
+        with pytest.raises(ValueError, match=r"^rows is [^\n]*; use 'auto', 1 or 2\.$"):
+            rows(rows=wrong)

@@ -186,3 +186,14 @@ def test_settings_beyond_the_context_cost_nothing():
     length = torch.arange(200)
     huge = SelectionShape.from_tokens(8, 10**7, 10**7, 10**7)
     assert all(torch.equal(a, b) for a, b in zip(large.shape.candidate_bounds(length), huge.candidate_bounds(length)))
+
+
+def test_steps_of_one_row_take_graphs_of_their_own():
+    """Set aside where they are captured: on CUDA, with rows auto."""
+    geometry, name = dataclasses.replace(model(), max_requests=20, num_pages=100), "graphs for one row"
+    for chosen in (config(rows="auto"), config(rows="auto", guide="none")):
+        sizes = planner.device_bytes(geometry, 50, chosen, planner.selection_shape(geometry, chosen), cuda=True)
+        assert sizes[name] == 7 * planner.ONE_ROW_BYTES  # 1 to 4, 8, 16 and 20 requests
+    for chosen, cuda in ((config(), True), (config(rows=1), True), (config(rows="auto"), False)):
+        sizes = planner.device_bytes(geometry, 50, chosen, planner.selection_shape(geometry, chosen), cuda)
+        assert name not in sizes

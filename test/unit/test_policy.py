@@ -35,6 +35,16 @@ def test_names_may_be_given_by_their_place(names):
             assert getattr(changed(**{key: value}), key) == name
 
 
+def test_rows_by_number_are_what_they_say():
+    assert [changed(rows=value).rows for value in (0.0, 1.0, 2.0, "auto", 1, 2)] == ["auto", 1, 2, "auto", 1, 2]
+    one = SparseKVConfig.from_dict({"guide": "none"})
+    assert (Policy.from_config(one).rows, Policy.from_config(one).skip_scores) == (1, False)
+    with pytest.raises(ValueError, match="started for one row a request"):
+        Policy.from_config(one).changed({"rows": 2}, one, PAGE)
+    auto = Policy.from_config(SparseKVConfig.from_dict({"rows": "auto"}))
+    assert (auto.rows, auto.skip_scores) == ("auto", True)
+
+
 def test_numbers_arrive_as_floats():
     """SGLang's endpoint carries numbers, and JSON does not tell 2 from 2.0."""
     new = changed(budget=64.0, cache_slots=3.0, seed=-5, prefetch=0.0, prefetch_cap=1, residency=1)
@@ -72,6 +82,9 @@ def test_numbers_arrive_as_floats():
         {"guide": True},
         {"guide": [1]},
         {"transfer": -1},
+        {"rows": 3},
+        {"rows": "two"},
+        {"skip_scores": 2},
         {"transfer": "fast"},
         {"windows": 3},
         {"": 1},
