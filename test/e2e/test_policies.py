@@ -87,7 +87,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_change_no_token(sparse: Server, expected: list[Answer], name: str):
     """Another number of rows may round another way, so that bits are not compared."""
-    policy = {"budget": BUDGET, **ROWS[name]}
+    policy = {"budget": BUDGET, "check": True, **ROWS[name]}
     wanted = expected
     if policy["budget"] > BUDGET:
         sparse.policy(budget=policy["budget"])

@@ -104,10 +104,15 @@ def test_row1_sees_its_own_token(engine):
     assert torch.equal(out[:, 0], other[:, 0])
 
 
-@pytest.mark.parametrize(("rows", "heads", "group", "dim"), [(2, 2, 4, 128), (2, 3, 5, 64), (1, 2, 8, 128)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "dim", "scored"),
+    [(2, 2, 4, 128, True), (2, 3, 5, 64, True), (1, 2, 8, 128, True), (1, 2, 4, 128, False), (1, 3, 3, 64, False)],
+)
 @pytest.mark.parametrize("fused", [False, True])
-def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, fused):
-    """Score and resolve leave the page table and the queries that the kernel of attention's own would make."""
+def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, scored, fused):
+    """Score and resolve leave the page table and the queries that the kernel of attention's own would make; one row
+    needs no score for it.
+    """
     counts, width, pages = [1, 37, 0, 20, 33], 40, 150
     view = make_layer(3, engine.device, heads, 230, pages, 16, dim, torch.float16, resident=0.5)
     random = torch.Generator().manual_seed(rows)
@@ -130,8 +135,9 @@ def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, fused):
     bound = torch.zeros((n, rows), dtype=torch.int64, device=engine.device)
     step = torch.tensor([40], dtype=torch.int32, device=engine.device)
 
-    inputs = cuda.attend_inputs(q_dev, view, to(last), width, 0.125)
-    cuda.score(q_dev, view.landmarks, table, bound, bound, 0.125, inputs)
+    inputs = cuda.attend_inputs(q_dev, view, to(last), width, 0.125, scored)
+    if scored:
+        cuda.score(q_dev, view.landmarks, table, bound, bound, 0.125, inputs)
     slots, _ = cuda.resolve(view, to(chosen), None, step, inputs=inputs, num_pages=to(num_pages), move=True)
     used = sum(max(count, 1) for count in counts) * heads
     plan = inputs.plan

@@ -23,7 +23,7 @@ FLOORS = (
     {"runtime"},
     {"sizing", "host_pool", "decode", "prefill"},
     {"attention"},
-    {"algorithm", "worker", "graphs", "guide", "sampling", "request_info"},
+    {"algorithm", "worker", "graphs", "guide", "sampling", "request_info", "spec_inputs"},
     {"refusals", "model_shape"},
     {"plugin", "arguments", "launch"},
     {"command", "doctor", "doctor_gpu"},

@@ -36,7 +36,7 @@ def model(tokens, positions):
 
 class Runtime:
     def __init__(self):
-        self.policy = SimpleNamespace(guide="chain", prefetch_floor=0.25, rows=2, skip_scores=True)
+        self.policy = SimpleNamespace(guide="chain", prefetch_floor=0.25, rows=2, skip_scores=True, check=True)
         self.config = None  # of the worker
         self.variant = self.started = Variant.TWO_ROWS
         self.shape = SelectionShape.from_tokens(PAGE, 2 * PAGE, PAGE, PAGE)

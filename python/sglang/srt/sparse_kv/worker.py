@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sparse_kv import guide, sampling, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
 from sglang.srt.sparse_kv.request_info import StepInfo, asks
+from sglang.srt.sparse_kv.spec_inputs import DualDraftInput, DualVerifyInput
 from sglang.srt.sparse_kv.variants import Chooser, Variant
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang.srt.utils.common import is_pin_memory_available
 
@@ -42,59 +42,6 @@ Publish = Callable[[torch.Tensor], None]
 # A look-ahead costs one forward per request. Requests that may not generate this many tokens go without, which bounds
 # the cost by 3 % of their steps.
 LOOK_AHEAD_MIN_TOKENS = 32
-
-
-class DualDraftInput(SpecInput):
-    """What one step leaves for the next. The relay between steps carries it under overlap, the batch otherwise.
-
-    bonus_tokens: int [N], the tokens drawn last. Guesses are not here: they stay with the worker, by request slot.
-    """
-
-    topk_p = None
-    topk_index = None
-    hidden_states = None
-
-    def __init__(self, bonus_tokens: torch.Tensor) -> None:
-        super().__init__(SpecInputType.NGRAM_VERIFY)  # upstream's enum is closed; the predicates below decide
-        self.bonus_tokens = bonus_tokens
-        self.future_indices: torch.Tensor | None = None
-
-    def is_draft_input(self) -> bool:
-        return False
-
-    def is_verify_input(self) -> bool:
-        return False
-
-    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        if self.future_indices is not None:
-            self.future_indices = self.future_indices[new_indices]
-        else:
-            self.bonus_tokens = self.bonus_tokens[new_indices]
-
-    def merge_batch(self, other: DualDraftInput) -> None:
-        if self.future_indices is not None and other.future_indices is not None:
-            self.future_indices = torch.cat([self.future_indices, other.future_indices])
-        else:
-            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
-
-
-class DualVerifyInput(SpecInput):
-    """Describes a forward of `rows` rows per request. positions: int64 [N * rows], request after request."""
-
-    capture_hidden_mode = CaptureHiddenMode.NULL
-
-    def __init__(self, positions: torch.Tensor, rows: int) -> None:
-        super().__init__(SpecInputType.NGRAM_VERIFY)
-        self.positions = positions
-        self.draft_token_num = rows
-        self.num_tokens_per_req = rows
-        self.num_tokens_for_logprob_per_req = rows
-
-    def is_draft_input(self) -> bool:
-        return False
-
-    def is_verify_input(self) -> bool:
-        return True
 
 
 class DualDecodeWorker(BaseSpecWorker):
@@ -364,6 +311,10 @@ class DualDecodeWorker(BaseSpecWorker):
     def _enter(self, batch: ScheduleBatch) -> None:
         """Choose the step's variant, on the host from lengths alone."""
         slots, runtime = batch.req_pool_indices_cpu, self.runtime
+        if runtime.policy.check:
+            assert torch.equal(self._chooser.lengths[slots], batch.seq_lens.cpu().long()), (
+                "lengths on the host are wrong"
+            )
         runtime.variant = self._chooser.choose(slots, runtime)
         if self._graphs is not None:
             self._graphs.select(runtime.variant)
