@@ -197,3 +197,16 @@ def test_steps_of_one_row_take_graphs_of_their_own():
     for chosen, cuda in ((config(), True), (config(rows=1), True), (config(rows="auto"), False)):
         sizes = planner.device_bytes(geometry, 50, chosen, planner.selection_shape(geometry, chosen), cuda)
         assert name not in sizes
+
+
+def test_staging_slots_take_a_prefix_of_32k_and_a_chunk_where_there_is_room():
+    geometry = model(context=131072)  # 2 kv heads of 8 elements
+    token = planner.staging_bytes(geometry, 1)
+    for tokens in planner.STAGING_TOKENS:
+        free = round(tokens * token / planner.STAGING_SHARE)
+        assert planner.staging_tokens(geometry, free) == tokens
+        assert planner.staging_tokens(geometry, free - 100) == max(
+            (fewer for fewer in planner.STAGING_TOKENS if fewer < tokens), default=planner.STAGING_TOKENS[-1]
+        )
+    short = model(context=1000)
+    assert planner.staging_tokens(short, GB) == short.max_pages * short.page_size, "no more than a request can have"

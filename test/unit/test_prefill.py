@@ -95,6 +95,51 @@ def test_a_chunk_is_exact_with_the_cache_full_and_with_nothing_resident():
             rig.decode([1])
 
 
+@pytest.mark.parametrize("transfer", ["plain", "delayed", "reordered"])
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+def test_one_batch_of_many_kinds(blocks, transfer):
+    """Radix hits of several lengths, a cold prompt, a chunk of one token and a long one, in one forward."""
+    rig = small_blocks(Rig(seed=blocks, layers=2, pages=150, context=300, requests=6), blocks)
+    rig.runtime.apply_policy({"transfer": transfer, "seed": blocks})
+    rig.start(1)
+    rig.extend({1: 12 * PAGE - 1})
+    for req, pages in ((2, 2), (3, 5), (4, 11)):
+        rig.fork(req, 1, pages * PAGE)
+    rig.start(5)
+    rig.extend({1: 1, 2: PAGE - 1, 3: 1, 4: 4 * PAGE + 1, 5: PAGE})
+    rig.runtime.cache.check()
+    rig.extend({5: 1, 4: PAGE, 2: 2})
+    rig.decode([1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("order", ["up", "down", "far apart"])
+def test_a_prefix_all_over_the_pool(order):
+    rig = small_blocks(Rig(seed=5, layers=2, pages=101, context=300, requests=1), 3)
+    pages = sorted(rig.free)
+    free = {"up": pages[::-1], "down": pages, "far apart": [page * 37 % 101 + 1 for page in pages]}[order]
+    assert sorted(free) == pages
+    rig.free = free
+    rig.start(1)
+    rig.extend({1: 20 * PAGE - 3})
+    rig.runtime.flush()
+    rig.extend({1: PAGE})
+    rig.extend({1: PAGE})
+    rig.decode([1])
+
+
+@pytest.mark.parametrize("last", [1, PAGE - 1, PAGE, PAGE + 1])
+@pytest.mark.parametrize("blocks", [2, 40])
+def test_up_to_the_models_longest_context(last, blocks):
+    context = 15 * PAGE
+    rig = small_blocks(Rig(seed=last, layers=2, pages=40, context=context, requests=1), blocks)
+    rig.start(1)
+    rig.extend({1: context - last})
+    rig.extend({1: last})
+    assert rig.length(1) == context
+    for page in rig.owned[1]:
+        assert [all(resident(rig, layer, page)) for layer in (0, 1)] == [True, True]
+
+
 # ---------------------------------------------------------------- what a prefill leaves in the cache
 
 
@@ -212,6 +257,37 @@ def test_what_a_prefill_writes_goes_before_its_prefix():
     rig.decode([1])
     counted = counters(rig)
     assert counted["selected"] == counted["hit"] + counted["missed"]
+
+
+def hits_beside_a_prefill(prefill: bool, spares: bool = True) -> float:
+    """Share of their selection that two running requests find cached, while a third brings a long prompt, or not."""
+    rig = small_blocks(Rig(seed=20, layers=2, pages=300, context=1700, requests=3), 8)
+    if not spares:
+        rig.runtime.clock_long_ago = rig.runtime.clock_prefix = rig.runtime.clock
+    rig.runtime.apply_policy({"cache_slots": 5 * rig.runtime.shape.width})
+    for req in (1, 2, 3):
+        rig.start(req)
+    rig.extend({1: 240, 2: 230})
+    rand = torch.Generator().manual_seed(0)
+    rows, heads = 2 * rig.runtime.rows, rig.geometry.kv_heads * rig.geometry.group
+    draw = lambda *shape: torch.randn(*shape, generator=rand)  # noqa: E731
+    lasting = [2 * draw(rows, heads, rig.geometry.head_dim) for _ in range(2)]
+    for step in range(40):
+        if step == 15:
+            rig.runtime.reset_counters()
+        if prefill and step >= 15:
+            rig.extend({3: 64})
+        kv = [draw(rows, rig.geometry.kv_heads, rig.geometry.head_dim) for _ in range(2)]
+        rig.decode([1, 2], data=[(q + draw(*q.shape), *kv) for q in lasting])
+    counted = counters(rig)
+    return counted["hit"] / counted["selected"]
+
+
+def test_running_requests_keep_their_hits_beside_a_long_prefill():
+    """A prompt larger than the cache, in chunks between their steps, costs them less than five points."""
+    alone, beside = hits_beside_a_prefill(False), hits_beside_a_prefill(True)
+    assert alone > 0.8 and abs(alone - beside) < 0.05
+    assert hits_beside_a_prefill(True, spares=False) < beside - 0.05, "taking what was used lately would show"
 
 
 def test_a_radix_hit_spares_what_decode_selected():
