@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import types
 
@@ -59,6 +60,9 @@ def run_scheduler_process(inner, refused, server_args, *args, **kwargs) -> None:
         if not isinstance(stop.code, str):
             raise
         refused.send(stop.code)
+        if server_args.dp_size > 1:
+            # The process that started this one waits for its report, without looking whether it lives.
+            os.kill(os.getppid(), signal.SIGTERM)
         raise SystemExit(1) from None
 
 

@@ -318,7 +318,7 @@ def test_json_holds_the_same():
         ),
         (["--gpu", "l4", "--gpu-memory", "20.8GB"], "landmarks, tables and scratch for 9.0 GB"),
         (["--gpu-memory", "much"], "--gpu-memory is 'much', which is not a size"),
-        (["--tp", "3"], "--tp is 3 and the model has 32 heads"),
+        (["--tp", "3"], "--tp is 3 and the model has 8 KV heads"),
         (["--tp", "0"], "--tp is 0"),
         (["--context", "-5"], "--context is -5"),
         (["--page-size", "7"], "--page-size is 7"),

@@ -264,6 +264,14 @@ def test_the_launcher_wraps_only_servers_with_sparse_kv(model):
     assert calls[0] is spawned.report_and_refuse
     assert calls[1].func is sglang_dualdecoder.run_scheduler_process and calls[1].args[0] is spawned.report_and_refuse
     result.wait_for_ready()
+    assert getattr(sparse, launch.sizing.HOST_ATTRIBUTE) > 0 and not hasattr(dense, launch.sizing.HOST_ATTRIBUTE)
+
+
+def test_the_launcher_refuses_host_memory_beyond_the_container(model, monkeypatch):
+    monkeypatch.setattr(launch.sizing.host_memory, "cgroup_room", lambda *where: 10**9)
+    args = ServerArgs(model_path=model, sparse_kv="dualdecoder", sparse_kv_host_memory="2GB")
+    with pytest.raises(StartRefused, match=r"asks for 2\.0 GB and this container may use 1\.0 GB more"):
+        launch.launch_schedulers(None, object, args, None, spawned.report_and_refuse)
 
 
 # ------------------------------------------------------------ inside a scheduler
@@ -275,7 +283,9 @@ class Runtime:
         self.resets = 0
 
     def summary(self):
-        return {"steps": 3}
+        plan = {"slots": 40, "host_tokens": 2048}
+        names = ("guide_hits", "guides", "bytes_stored", "bytes_staged", "total", "cache_occupancy", "policy")
+        return {"steps": 3, "plan": plan, **dict.fromkeys(names, 0)}
 
     def log_suffix(self):
         return "sparse hit: 1.000"
@@ -292,14 +302,22 @@ class Runtime:
 @pytest.fixture
 def scheduler():
     pool = types.SimpleNamespace(runtime=Runtime())
-    allocator = types.SimpleNamespace(get_kvcache=lambda: pool)
-    return types.SimpleNamespace(token_to_kv_pool_allocator=allocator, is_fully_idle=lambda: True)
+    allocator = types.SimpleNamespace(get_kvcache=lambda: pool, available_size=lambda: 96)
+    return types.SimpleNamespace(
+        token_to_kv_pool_allocator=allocator,
+        is_fully_idle=lambda: True,
+        ps=types.SimpleNamespace(tp_rank=1, tp_size=2),
+    )
 
 
 def test_counters_in_server_info_and_in_the_log(scheduler, monkeypatch):
     output = types.SimpleNamespace(internal_state={"other": 1})
     launch.report_state(output, scheduler, None)
-    assert output.internal_state == {"other": 1, "sparse_kv": {"steps": 3}}
+    assert output.internal_state["other"] == 1
+    summary = output.internal_state["sparse_kv"]
+    assert summary["steps"] == 3 and summary["plan"]
+    (rank,) = summary["ranks"]
+    assert (rank["steps"], rank["slots"], rank["host_tokens"], rank["free_tokens"]) == (3, 40, 2048, 96)
     monkeypatch.setattr(launch._Counters, "runtime", Runtime())
     assert launch.log_counters(["token usage: 0.1"], None) == ["token usage: 0.1", "sparse hit: 1.000"]
 
@@ -344,6 +362,22 @@ def test_policy_travels_as_numbers_under_our_prefix(scheduler):
     assert launch.set_policy(never, scheduler, request(**{"sparse_kv.reset_counters": 1})).updated
     assert (len(runtime.updates), runtime.resets) == (1, 1)
     assert launch.set_policy(lambda self, req: "upstream's", scheduler, request(other=1)) == "upstream's"
+
+
+def test_policy_of_one_rank(scheduler, monkeypatch):
+    """What moves bytes may differ between ranks; what a step computes, or which tokens it attends to, may not."""
+    runtime = scheduler.token_to_kv_pool_allocator.get_kvcache().runtime
+
+    def switched(**values) -> bool:
+        return launch.set_policy(None, scheduler, request(**{f"sparse_kv.{k}": v for k, v in values.items()})).updated
+
+    assert switched(rank=1, transfer=1) and runtime.updates == [{"transfer": 1}]
+    assert switched(rank=0, transfer=2, reset_counters=1) and len(runtime.updates) == 1 and runtime.resets == 0
+    for wrong in ({"rank": 2, "transfer": 1}, {"rank": 1, "guide": 3}, {"rank": 1, "budget": 64, "prefetch": 0}):
+        assert not switched(**wrong)
+    assert len(runtime.updates) == 1
+    monkeypatch.setattr(launch.ranks, "gather", lambda refused: [refused, "another rank said no"])
+    assert not switched(prefetch=0), "the answer speaks for all ranks"
 
 
 def test_eager_buffers_follow_a_chunk_and_the_runner_keeps_its_tokens():

@@ -21,7 +21,6 @@ ON = ["--sparse-kv", "dualdecoder"]
 # What a user would type for each entry of the table.
 TYPED = {
     "pp_size": "2",
-    "dp_size": "2",
     "nnodes": "2",
     "dcp_size": "2",
     "attn_cp_size": "2",

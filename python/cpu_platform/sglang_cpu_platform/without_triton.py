@@ -1,4 +1,4 @@
-"""Functions of SGLang that reach for Triton or pinned memory, replaced where there is neither.
+"""Functions of SGLang that reach for Triton, NCCL or pinned memory, replaced where there is none of them.
 
 Each entry of ``REPLACEMENTS`` names the target, says why it must go, and keeps its signature. They are put in
 place when SGLang initialises the platform, in the processes that run a model.
@@ -107,6 +107,16 @@ def apply_bitmask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     logits.masked_fill_(~allowed[:, : logits.shape[1]], float("-inf"))
 
 
+def init_threads_binding(*, tp_rank: int, tp_size: int) -> str:
+    """No cores: torch's threads go where the operating system sends them."""
+    return ""
+
+
+def find_nccl_library() -> str:
+    """Raises OSError, by which upstream takes it that ranks talk through torch alone."""
+    raise OSError("ranks on a CPU talk through gloo")
+
+
 @dataclasses.dataclass(frozen=True)
 class Replacement:
     """One function of SGLang that cannot run here."""
@@ -156,6 +166,16 @@ REPLACEMENTS = (
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
         staticmethod(apply_bitmask),
         "refuses logits on the CPU",
+    ),
+    Replacement(
+        "sglang.srt.utils.numa_utils.init_threads_binding",
+        init_threads_binding,
+        "wants a NUMA node for each rank, to bind the threads of kernels that are not there",
+    ),
+    Replacement(
+        "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        find_nccl_library,
+        "finds the library that comes with torch for CUDA, which then asks for a GPU",
     ),
 )
 

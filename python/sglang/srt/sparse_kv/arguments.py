@@ -106,7 +106,9 @@ def check_model(self: Any) -> None:
     """BEFORE ``ServerArgs._handle_model_specific_adjustments``: the model is known, and nothing follows from it yet."""
     config = config_of(self)
     if config is not None:
-        refusals.check_model(self.get_model_config(), config)
+        model = self.get_model_config()
+        refusals.check_model(model, config)
+        refusals.check_ranks(model.get_total_num_kv_heads(), self.tp_size)
 
 
 def _read(ours: dict[str, Any]) -> SparseKVConfig | None:

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, planner, report, split
+from sglang.srt.sparse_kv import cost, dense, devices, host_memory, model_shape, planner, refusals, report, split
 from sglang.srt.sparse_kv.config import DEFAULT_PAGE_SIZE, MODE, config_from_arguments, parse_size
 from sglang.srt.sparse_kv.devices import Device
 
@@ -72,8 +72,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     if options.tp < 1:
         raise ValueError(f"--tp is {options.tp}; give the number of GPUs, at least 1")
     shape = model_shape.read(options.model_path, config)
-    if shape.heads % options.tp:
-        raise ValueError(f"--tp is {options.tp} and the model has {shape.heads} heads; choose a divisor of them")
+    refusals.check_ranks(shape.kv_heads, options.tp, "--tp")
     context = options.context or shape.context
     if context < 1:
         raise ValueError(f"--context is {context}; give a positive number of tokens")

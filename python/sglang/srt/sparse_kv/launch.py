@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import sglang_dualdecoder
-from sglang.srt.sparse_kv import plugin, refusals
+from sglang.srt.sparse_kv import metrics, plugin, ranks, refusals, sizing
 from sglang.srt.sparse_kv.arguments import config_of
 from sglang.srt.sparse_kv.host_memory import HostMemoryError
+from sglang.srt.sparse_kv.policy import OF_ONE_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,14 @@ def launch_schedulers(
     original: Callable, cls: type, server_args: Any, port_args: Any, run_scheduler_process_func: Callable
 ) -> Any:
     """AROUND ``Engine._launch_scheduler_processes``."""
-    if config_of(server_args) is None:
+    config = config_of(server_args)
+    if config is None:
         return original(cls, server_args, port_args, run_scheduler_process_func)
     plugin.start(plugin.LAUNCHER)
+    try:
+        setattr(server_args, sizing.HOST_ATTRIBUTE, sizing.host_bytes(config, server_args.device == "cpu"))
+    except ValueError as error:
+        refusals.refuse(f"{str(error).rstrip('.')}.")
     # Not a queue: it would hold semaphores, and SGLang kills the process that Python cleans those up with.
     refused, writer = multiprocessing.Pipe(duplex=False)
     run = functools.partial(sglang_dualdecoder.run_scheduler_process, run_scheduler_process_func, writer)
@@ -164,14 +170,17 @@ def publish_metrics(result: None, self: Any, stats: Any) -> None:
 
 
 def report_state(result: Any, self: Any, recv_req: Any) -> None:
-    """AFTER ``Scheduler.get_internal_state``."""
-    result.internal_state["sparse_kv"] = _runtime(self).summary()
+    """AFTER ``Scheduler.get_internal_state``: the first rank's counters, and in ``ranks`` the main ones of each."""
+    summary = _runtime(self).summary()
+    own = metrics.of_rank(summary) | {"free_tokens": self.token_to_kv_pool_allocator.available_size()}
+    result.internal_state["sparse_kv"] = {**summary, "ranks": ranks.gather(own)}
 
 
 def set_policy(original: Callable, self: Any, recv_req: Any) -> Any:
     """AROUND ``Scheduler.set_internal_state``: names that begin with ``sparse_kv.`` are ours, and come alone.
 
-    ``sparse_kv.reset_counters`` starts the counters anew, the others are fields of the policy.
+    ``sparse_kv.reset_counters`` starts the counters anew, ``sparse_kv.rank`` leaves the other ranks as they are, and
+    the rest are fields of the policy.
     """
     update = {
         name.removeprefix(POLICY_PREFIX): value
@@ -182,20 +191,37 @@ def set_policy(original: Callable, self: Any, recv_req: Any) -> Any:
         return original(self, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
+    refused = ""
     try:
         if len(update) < len(recv_req.server_args):
             raise ValueError("sparse_kv policy and SGLang's own state cannot be set by one request; send two.")
         if not self.is_fully_idle():
             raise ValueError("sparse_kv policy is switched between requests only; wait until none runs.")
-        reset = update.pop("reset_counters", 0)
-        if update:
-            _runtime(self).apply_policy(update)
-        if reset:
-            _runtime(self).reset_counters()
+        _switch(self, update)
     except ValueError as error:
+        refused = str(error)
         logger.warning("Policy unchanged: %s", error)
-        return SetInternalStateReqOutput(updated=False)
-    return SetInternalStateReqOutput(updated=True)
+    return SetInternalStateReqOutput(updated=not any(ranks.gather(refused)))
+
+
+def _switch(scheduler: Any, update: dict[str, Any]) -> None:
+    only = update.pop("rank", None)
+    if only is not None:
+        size = scheduler.ps.tp_size
+        if only not in range(size):
+            raise ValueError(f"sparse_kv.rank is one of the {size} ranks, counted from 0, got {only}")
+        shared = sorted({*update} - {*OF_ONE_RANK, "reset_counters"})
+        if shared:
+            raise ValueError(
+                f"sparse_kv policy {', '.join(shared)} must be the same on all ranks; leave out sparse_kv.rank"
+            )
+        if only != scheduler.ps.tp_rank:
+            return
+    reset = update.pop("reset_counters", 0)
+    if update:
+        _runtime(scheduler).apply_policy(update)
+    if reset:
+        _runtime(scheduler).reset_counters()
 
 
 def _runtime(scheduler: Any) -> Any:

@@ -79,6 +79,15 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
     }
 
 
+def of_rank(summary: dict[str, Any]) -> dict[str, Any]:
+    """What tells one rank from another, of its summary. `steps` to `bytes_staged` and the selected units are equal on
+    all ranks, since their KV heads see the same requests; which pages were hit is each rank's own.
+    """
+    names = ("steps", "guide_hits", "guides", "bytes_stored", "bytes_staged", "total", "cache_occupancy", "policy")
+    plan = summary["plan"]
+    return {name: summary[name] for name in names} | {name: plan[name] for name in ("slots", "host_tokens")}
+
+
 def token_bytes(runtime: SparseKVRuntime) -> int:
     """Bytes of one token's keys and values in all layers and heads of this rank."""
     return runtime.geometry.page_bytes // runtime.geometry.page_size

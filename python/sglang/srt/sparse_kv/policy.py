@@ -12,6 +12,9 @@ GUIDES = ("chain", "random", "frozen", "forced", "greedy", "lookup", "resync")
 TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle")
 # SGLang's endpoint for internal state carries numbers only, so a name may be given as its place in the list.
 ATTENDS = ("selected", "own")
+# What one tensor parallel rank may do otherwise than another: when and how often its own bytes move. Not its slots: by
+# them a step may choose its rows, which all ranks must have alike.
+OF_ONE_RANK = ("prefetch", "prefetch_cap", "transfer", "miss_rate", "seed")
 NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "rows": ROWS, "transfer": TRANSFERS}
 
 

@@ -62,7 +62,6 @@ DROP = "drop it"
 
 REFUSALS = (
     Refusal("pp_size", "each stage would need a pool and a plan of its own", "use --tp-size", _one),
-    Refusal("dp_size", "replicas would each plan for the whole host memory", "start one server per replica", _one),
     Refusal("nnodes", "host memory is planned for one machine", "use the GPUs of one node", _one),
     Refusal("enable_dp_attention", "its padding requests would take part in the page cache", "use --tp-size"),
     Refusal("dcp_size", _ONE_SEQUENCE, "use --tp-size", _one),
@@ -196,6 +195,24 @@ def check_model(model_config: Any, config: SparseKVConfig) -> None:
         config.check_num_layers(model_config.num_hidden_layers)
     except ValueError as error:
         raise StartRefused(str(error)) from None
+
+
+def check_ranks(kv_heads: int, tp_size: int, flag: str = "--tp-size") -> None:
+    """Refuse to give one KV head to several ranks.
+
+    Args:
+        kv_heads: of the model.
+        tp_size: ranks.
+        flag: what the person typed.
+
+    Raises:
+        StartRefused: each would select pages by its own share of the queries, and the text depend on the ranks.
+    """
+    if kv_heads % tp_size:
+        raise StartRefused(
+            f"{flag} is {tp_size} and the model has {kv_heads} KV heads, each of which selects pages on one rank; "
+            f"choose a divisor of {kv_heads}, and --dp-size for more GPUs."
+        )
 
 
 def _windowed(hf_config: Any) -> str | None:

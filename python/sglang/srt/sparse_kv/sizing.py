@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.sparse_kv import devices, host_memory, planner, report, split
+from sglang.srt.sparse_kv import devices, host_memory, planner, ranks, report, split
 from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.planner import Plan
@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 CPU_HOST_BYTES = 2 * 10**9
 CPU_CACHE_BYTES = 1 << 30
 DEFAULT_MAX_RUNNING_CPU = 8
+# Of SGLang's arguments: bytes of host memory for all ranks of all replicas. The launching process looks once, because
+# what one rank takes the others would find missing.
+HOST_ATTRIBUTE = "_sparse_kv_host"
 
 _current: Plan | None = None
 
@@ -57,18 +60,22 @@ def geometry_of(configurator, num_pages: int = 0, max_requests: int = 0) -> Geom
 
 
 def plan_for_configurator(configurator, available_device_bytes: int, before_load: int = 0) -> Plan:
-    """Plans this rank's memory and remembers the plan. Raises ValueError, one sentence.
+    """Plans each rank's memory and remembers the plan, the same on all ranks. Raises ValueError, one sentence.
 
-    available_device_bytes: what SGLang found free for KV. before_load: device bytes that were free before weights.
+    available_device_bytes: what SGLang found free for KV, on the rank with the least. before_load: device bytes that
+    were free before weights, likewise.
     """
     global _current
+    _current = ranks.decided_once(lambda: _plan(configurator, available_device_bytes, before_load))
+    return _current
+
+
+def _plan(configurator, available_device_bytes: int, before_load: int) -> Plan:
     server_args = configurator.server_args
     config = config_of(server_args)
     geometry = geometry_of(configurator)
     on_cpu = torch.device(configurator.device).type == "cpu"
-    host = host_bytes(config, on_cpu)
-    if server_args.tp_size > 1:
-        host = _least_of_all_ranks(host) // server_args.tp_size
+    host = getattr(server_args, HOST_ATTRIBUTE) // (server_args.tp_size * server_args.dp_size)
     running = server_args.max_running_requests or (
         DEFAULT_MAX_RUNNING_CPU if on_cpu else split.DEFAULT_MAX_RUNNING_CUDA
     )
@@ -81,8 +88,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
             cache = parse_size(config.cache_memory, total=available_device_bytes, name="cache_memory")
         made = planner.plan(config, geometry, cache, host, running)
         context = min(made.max_context, configurator.model_config.context_len)
-        _current = dataclasses.replace(made, max_context=context)
-        return _current
+        return dataclasses.replace(made, max_context=context)
     name, total = _gpu(configurator.device)
     kept = int(before_load * (1 - _static_share()))
     weights = max(0, before_load - kept - available_device_bytes)
@@ -107,8 +113,7 @@ def plan_for_configurator(configurator, available_device_bytes: int, before_load
         reasons.append(
             f"estimates: {name} is not among the GPUs whose figures are known; those of {made.device} stand in"
         )
-    _current = dataclasses.replace(made, outside=outside, reasons=tuple(reasons))
-    return _current
+    return dataclasses.replace(made, outside=outside, reasons=tuple(reasons))
 
 
 def note_start(runtime: Any, *graphs: dict[str, float]) -> None:
@@ -122,7 +127,7 @@ def note_start(runtime: Any, *graphs: dict[str, float]) -> None:
 
 
 def host_bytes(config: SparseKVConfig, on_cpu: bool) -> int:
-    """Bytes of host memory for all ranks. Raises ValueError where the container may not have so much.
+    """Bytes of host memory for all ranks of all replicas. Raises ValueError where the container may not have so much.
 
     What the kernel calls available does not refuse a size that somebody asked for: on virtual machines it grows as
     memory is touched. The attempt decides, see ops/pinned.py.
@@ -139,15 +144,6 @@ def host_bytes(config: SparseKVConfig, on_cpu: bool) -> int:
             f"of its limit of {(host_memory.cgroup_limit() or 0) / 1e9:.1f} GB; lower it or raise the container's limit"
         )
     return size
-
-
-def _least_of_all_ranks(value: int) -> int:
-    """The smallest value of all ranks, which must agree on every capacity and look at the host at their own time."""
-    from sglang.srt.distributed import get_world_group
-
-    least = torch.tensor([value], dtype=torch.int64)
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
-    return int(least)
 
 
 def _gpu(device: Any) -> tuple[str, int]:
