@@ -65,7 +65,7 @@ def switch(url: str, name: str, before: dict[str, Any]) -> None:
     reply = None
     for _ in range(_TRIES):
         reply = requests.post(f"{url}/set_internal_state", json={"server_args": values}, timeout=60)
-        if reply.ok and reply.json() == [True]:
+        if reply.ok and all(reply.json()):
             return
         # It switches between requests only, and may still be tidying up after the last one.
         time.sleep(0.3)

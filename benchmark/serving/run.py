@@ -77,6 +77,7 @@ class Benchmark:
                 "command": running.command,
                 "start_seconds": round(running.start_seconds, 1),
                 "peak_memory_gb": round(peak, 2),
+                "peak_memory_gb_each": [round(each / 1e9, 2) for each in running.memory.peaks],
                 "peak_memory_source": running.memory.source,
                 "over_cap": bool(cap and running.memory.source != "resident" and peak > cap),
             }
@@ -239,6 +240,8 @@ class Benchmark:
             result["counters"] = counters = difference(before["sparse_kv"], after["sparse_kv"])
             counters.pop("policy", None)
             counters.pop("plan", None)
+            for rank in counters.get("ranks", ()):
+                rank.pop("policy", None)
             result["policy_in_force"] = after["sparse_kv"].get("policy")
             total = counters.get("total", {})
             result["not_exercised"] = [n for n in ("evicted", "useful", "missed") if not total.get(n)]

@@ -150,38 +150,48 @@ class MemoryWatch:
     """Samples what a process and its children take: device memory by nvidia-smi, else resident memory.
 
     Attributes:
-        peak: most bytes seen so far.
+        peaks: most bytes seen so far on each GPU, by its place among those in use; one entry without a GPU.
         source: "process", "device" (nvidia-smi does not tell processes apart here) or "resident".
     """
 
     def __init__(self, pid: int, seconds: float = 2.0):
-        self.pid, self.peak, self.source = pid, 0, "resident"
+        self.pid, self.source = pid, "resident"
+        self.peaks: list[int] = []
         self._stop = threading.Event()
         self._seconds = seconds
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    @property
+    def peak(self) -> int:
+        """Most bytes seen on any one GPU."""
+        return max(self.peaks, default=0)
+
     def _run(self) -> None:
         while not self._stop.is_set():
-            size, self.source = self.sample()
-            self.peak = max(self.peak, size)
+            sizes, self.source = self.sample()
+            longer = range(max(len(sizes), len(self.peaks)))
+            self.peaks = [max(of[i] if i < len(of) else 0 for of in (sizes, self.peaks)) for i in longer]
             self._stop.wait(self._seconds)
 
-    def sample(self) -> tuple[int, str]:
-        """Bytes now, and where the figure is from."""
+    def sample(self) -> tuple[list[int], str]:
+        """Bytes now on each GPU that they use, in the GPUs' order, and where the figure is from."""
         pids = _family(self.pid)
-        table = _nvidia_smi("--query-compute-apps=pid,used_memory")
+        table = _nvidia_smi("--query-compute-apps=pid,used_memory,gpu_bus_id")
         if table is None:
             total = 0
             for pid in pids:
                 with contextlib.suppress(psutil.Error):
                     total += psutil.Process(pid).memory_info().rss
-            return total, "resident"
-        ours = [row[1] for row in table if row[0].isdigit() and int(row[0]) in pids and row[1].isdigit()]
+            return [total], "resident"
+        ours: dict[str, int] = {}
+        for pid, used, gpu in table:
+            if pid.isdigit() and int(pid) in pids and used.isdigit():
+                ours[gpu] = ours.get(gpu, 0) + (int(used) << 20)
         if ours:
-            return sum(map(int, ours)) << 20, "process"
+            return [ours[gpu] for gpu in sorted(ours)], "process"
         used = _nvidia_smi("--query-gpu=memory.used") or []
-        return sum(int(row[0]) for row in used if row[0].isdigit()) << 20, "device"
+        return [int(row[0]) << 20 for row in used if row[0].isdigit()], "device"
 
     def stop(self) -> None:
         self._stop.set()

@@ -226,7 +226,7 @@ def test_a_server_is_left_and_taken_over_and_replaced(tmp_path):
         first.keep = True
     assert psutil.pid_exists(first._pid)
     with server.Server(command, tmp_path, {}, said.append) as second:
-        assert second.url == first.url and said[-2].startswith("taking over") and second.memory.sample()[0] > 0
+        assert second.url == first.url and said[-2].startswith("taking over") and second.memory.sample()[0][0] > 0
         second.keep = True
     with server.Server([*command, "--other"], tmp_path, {}, said.append) as third:
         assert third.url != first.url and any("started otherwise" in text for text in said)
@@ -237,6 +237,20 @@ def test_a_server_is_left_and_taken_over_and_replaced(tmp_path):
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
     with pytest.raises(RuntimeError, match="status 3:\nno such model"):
         server.Server([sys.executable, "-c", "print('no such model'); exit(3)"], tmp_path, {}, lambda text: None)
+
+
+def test_memory_is_watched_on_each_gpu(monkeypatch):
+    rows = [["7", "100", "b"], ["8", "200", "a"], ["8", "1", "b"], ["99", "5000", "a"]]
+    monkeypatch.setattr(server, "_family", lambda pid: {7, 8})
+    monkeypatch.setattr(server, "_nvidia_smi", lambda query: rows)
+    watch = server.MemoryWatch(7, seconds=0.01)
+    while not watch.peaks:
+        time.sleep(0.01)
+    rows = [["7", "90", "b"], ["8", "300", "a"]]
+    while watch.peak != 300 << 20:
+        time.sleep(0.01)
+    watch.stop()
+    assert watch.peaks == [300 << 20, 101 << 20] and watch.source == "process"
 
 
 def test_earlier_files_are_merged(tmp_path):
