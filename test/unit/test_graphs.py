@@ -63,6 +63,17 @@ def test_each_kind_of_step_has_a_runner_of_its_width():
     assert model.server_args.cuda_graph_config.decode.bs == first.capture_bs
 
 
+def test_what_the_graphs_take_is_counted(monkeypatch):
+    free = iter([100, 70, 70, 58, 58, 50, 50, 45])  # before and after each of two captures, twice
+    monkeypatch.setattr(graphs.torch.cuda, "mem_get_info", lambda: (next(free), 1000))
+    model, runtime = model_of()
+    made = graphs.StepGraphs(model, runtime)
+    assert made.nbytes == 30 + 12
+    model.decode_cuda_graph_runner = Runner(model)
+    made.select(Variant.TWO_ROWS)
+    assert made.nbytes == 8 + 5, "captured anew"
+
+
 def test_a_server_of_one_width_captures_nothing_more():
     for rows, most_rows in ((2, 2), (1, 1)):
         model, runtime = model_of(rows, most_rows)

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import write_model
-from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner, split
+from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner, report, split, variants
 from sglang.srt.sparse_kv.config import SparseKVConfig
 
 MODELS = Path(__file__).resolve().parents[2] / "docs" / "models"
@@ -241,6 +243,38 @@ def test_too_many_requests_are_told():
     assert found[0] is not None and int(found[0][1]) < 40 and int(found[0][2]) > 1.05 * int(found[0][3])
     few = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", max_running_requests=8))["plan"]
     assert not any(reason.startswith("requests") for reason in few.reasons)
+
+
+@pytest.mark.parametrize(("context", "most"), [(131072, 3), (32768, 64), (2100, 128), (400, 16)])
+def test_the_rows_that_are_told_are_those_that_run(context, most, capsys):
+    given = options("llama-3.1-8b", "h200", gpu_memory="40GB", context=context, config='{"rows": "auto"}')
+    given.max_running_requests = most
+    result = command.plan(given)
+    plan = result["plan"]
+    assert plan.rows == "auto" and "1 or 2 rows each" in report.table(plan)
+    for row in plan.estimates:
+        requests, chooser = row["requests"], variants.Chooser(row["requests"])
+        slots = torch.arange(requests)
+        chooser.start(slots, torch.full((requests,), row["context"]))
+        runtime = SimpleNamespace(
+            policy=SimpleNamespace(rows="auto", skip_scores=True),
+            config=SimpleNamespace(most_rows=2),
+            shape=plan.shape,
+            cache=SimpleNamespace(usable=plan.slots, scoped=[]),
+            most_alone=None,
+            recorder=None,
+        )
+        assert row["rows"] == chooser.choose(slots, runtime).rows, row
+    fixed = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", context=context))["plan"]
+    assert {row["rows"] for row in fixed.estimates} == {2} and "  rows  " not in report.table(fixed)
+
+
+def test_both_numbers_of_rows_are_told():
+    given = options("llama-3.1-8b", "h200", gpu_memory="40GB", context=4000, config='{"rows": "auto"}')
+    given.max_running_requests = 40
+    plan = command.plan(given)["plan"]
+    assert [row["rows"] for row in plan.estimates] == [1, 1, 2]
+    assert re.search(r"context +requests +rows +limited by", report.table(plan))
 
 
 def test_a_slower_link_is_counted():

@@ -212,6 +212,14 @@ def test_what_a_gpu_held_after_a_start_was_planned(server, monkeypatch, caplog):
     assert json.loads(json.dumps(found.as_dict()))["in_use"] == found.in_use
 
 
+def test_what_was_set_aside_for_graphs_is_not_counted_twice(monkeypatch):
+    given = configurator(monkeypatch, "cuda", sparse={"rows": "auto"})
+    plan = sizing.plan_for_configurator(given, 50 * GB, 140 * GB)
+    assert plan.device_bytes[planner.ONE_ROW_GRAPHS] > 0
+    found = planner.started(plan, graphs=10**9, free=60 * GB, total=150 * GB).in_use
+    assert planner.ONE_ROW_GRAPHS not in found and found[planner.GRAPHS] == 10**9 and sum(found.values()) == 90 * GB
+
+
 def test_without_a_gpu_nothing_is_measured():
     runtime = SimpleNamespace(plan=None, device=torch.device("cpu"))
     sizing.note_start(runtime, {"decode": 1.0})
@@ -268,6 +276,33 @@ def test_host_memory_that_is_not_there_ends_the_start_in_a_sentence(monkeypatch)
     with pytest.raises(SystemExit, match=r"0\.1 GB of host memory were to be taken .* only 0\.0 GB are left") as caught:
         launch.build_pool(given, max_total_num_tokens=plan.host_tokens)
     sentence(caught.value)
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(0, 801), (1, 2)], ids=["no right to pin", "half way"])
+def test_pinning_that_is_refused_ends_the_start_in_a_sentence(monkeypatch, allowed, status):
+    """As in a container without the right to pin, and where the driver has had enough: nothing stays registered."""
+    held: list[int] = []
+
+    def register(address, length):
+        if len(held) == allowed:
+            return status
+        held.append(address)
+        return 0
+
+    monkeypatch.setattr(pinned, "PIECE", 4 << 20)
+    monkeypatch.setattr(pinned, "cuda_register", register)
+    monkeypatch.setattr(pinned, "cuda_unregister", lambda address: held.remove(address) or 0)
+    monkeypatch.setattr(pinned, "numa_node", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    geometry = sizing.geometry_of(configurator(monkeypatch), num_pages=1200, max_requests=1)
+    with (
+        pytest.raises(SystemExit, match=rf"CUDA refused to pin host memory after .*status {status}") as caught,
+        launch._refusing(),
+    ):
+        host_pool.allocate_host(geometry, torch.device("cuda"), True)
+    assert not held
+    text = str(caught.value)
+    assert "\n" not in text and "; lower --sparse-kv-host-memory or raise that limit (ulimit -l, " in text
 
 
 def test_prompts_leave_room_for_an_answer():

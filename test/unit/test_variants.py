@@ -9,7 +9,7 @@ import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.step import DecodeStep
-from sglang.srt.sparse_kv.variants import SETTLE, Chooser, Variant, worthwhile
+from sglang.srt.sparse_kv.variants import SETTLE, Chooser, Variant
 from sparse_rig import Rig
 
 PAGE = 8
@@ -104,7 +104,7 @@ def test_layers_without_a_cache_of_their_own_want_predictions_and_so_does_a_reco
 
 def test_batches_without_a_graph_keep_two_rows():
     long = 12 * PAGE * 2
-    assert worthwhile(1000, SHAPE.width) == 62
+    assert SHAPE.most_alone(1000) == 62
     assert choose(fake(), *[long] * 5) is ONE
     assert choose(fake(most_alone=4), *[long] * 5) is TWO
     assert choose(fake(most_alone=4), *[20] * 5) is ALL

@@ -90,6 +90,10 @@ class SelectionShape:
         """Pages that `share` of the budget is, rounded up."""
         return math.ceil(round(share * self.budget_pages, 6))
 
+    def most_alone(self, slots: int) -> int:
+        """Most requests for which one row with scores is held ready: contexts of two selections each still fit."""
+        return slots // (2 * self.width)
+
     def candidate_bounds(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logical pages [lo, hi) that compete for the budget when the query sits at position `length`.
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.sparse_kv.planner import graph_sizes
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
-from sglang.srt.sparse_kv.variants import Variant, worthwhile
+from sglang.srt.sparse_kv.variants import Variant
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,15 @@ logger = logging.getLogger(__name__)
 class StepGraphs:
     """Which runner replays which variant; `select` puts it in place for the forward to come.
 
-    model_runner: SGLang's, whose decode runner has captured the variant that the runtime stands at.
+    model_runner: SGLang's, whose decode runner has captured the variant that the runtime stands at. nbytes: device
+    bytes that the others took.
     """
 
     def __init__(self, model_runner: Any, runtime: SparseKVRuntime) -> None:
         self._model_runner, self._runtime = model_runner, runtime
         self._runners: dict[Variant, Any] = {}
         self._now: Any = None
+        self.nbytes = 0
         self._capture()
 
     def select(self, variant: Variant) -> None:
@@ -43,11 +45,11 @@ class StepGraphs:
 
     def _capture(self) -> None:
         runtime, first = self._runtime, self._model_runner.decode_cuda_graph_runner
-        self._now, self._runners = first, {runtime.started: first}
+        self._now, self._runners, self.nbytes = first, {runtime.started: first}, 0
         if runtime.config.rows != "auto" or not isinstance(first, DecodeCudaGraphRunner):
             return
         captured, most = graph_sizes(first.capture_bs), runtime.cache.slots
-        alone = [size for size in captured if size <= worthwhile(most, runtime.shape.width)]
+        alone = [size for size in captured if size <= runtime.shape.most_alone(most)]
         for variant, sizes in ((Variant.ONE_ROW, alone), (Variant.ALL_PAGES, captured)):
             if sizes and variant not in self._runners:
                 self._runners[variant] = self._capture_one(variant, sizes)
@@ -60,12 +62,14 @@ class StepGraphs:
         self._runtime.variant = variant
         with _sizes(self._model_runner.server_args.cuda_graph_config.decode, sizes):
             runner = DecodeCudaGraphRunner(self._model_runner, speculative_num_draft_tokens=variant.rows)
+        taken = free - torch.cuda.mem_get_info()[0]
+        self.nbytes += taken
         logger.info(
             "Captured CUDA graphs of %s steps for %s requests: %.1f s, %.2f GB",
             variant.value,
             sizes,
             time.perf_counter() - start,
-            (free - torch.cuda.mem_get_info()[0]) / 1e9,
+            taken / 1e9,
         )
         return runner
 

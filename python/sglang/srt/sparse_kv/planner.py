@@ -19,6 +19,7 @@ STAGING_TOKENS = (40960, 24576, 16384, 8192)
 STAGING_SHARE = 0.025
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 LEFT = "left to SGLang (activations, graphs, workspaces)"
+ONE_ROW_GRAPHS = "graphs for one row"
 GRAPHS, REST = "CUDA graphs", "the rest (SGLang's buffers and tables)"
 
 
@@ -58,7 +59,8 @@ class Plan:
 
 def started(plan: Plan, graphs: int, free: int, total: int) -> Plan:
     """The plan with what is in use after the start, bytes: graphs as captured; free, of total, as the GPU says."""
-    named = {name: size for name, size in plan.outside.items() if name != LEFT} | plan.device_bytes
+    planned = plan.outside | plan.device_bytes
+    named = {name: size for name, size in planned.items() if name not in (LEFT, ONE_ROW_GRAPHS)}
     named[GRAPHS] = graphs
     named[REST] = total - free - sum(named.values())
     return dataclasses.replace(plan, in_use=named, unused=free)
@@ -92,7 +94,7 @@ def device_bytes(
     if cuda:
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
         if config.rows == "auto":
-            sizes["graphs for one row"] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES
+            sizes[ONE_ROW_GRAPHS] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES
     return sizes
 
 

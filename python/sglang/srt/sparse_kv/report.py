@@ -49,6 +49,7 @@ def expected(plan: Plan) -> list[str]:
         (
             str(row["context"]),
             str(row["requests"]),
+            *([str(row["rows"])] if plan.rows == "auto" else []),
             row["limit"],
             "{:.0f} to {:.0f}".format(*row["tokens_per_second"]),
             row["slowest"],
@@ -56,7 +57,9 @@ def expected(plan: Plan) -> list[str]:
         for row in plan.estimates
     ]
     title = f"  expected with the figures of {plan.device}, from the high to the low miss curve"
-    return [title, *columns([("context", "requests", "limited by", "tokens/s", "slowest part of a step"), *rows])]
+    rows_too = ["rows"] if plan.rows == "auto" else []
+    heading = ("context", "requests", *rows_too, "limited by", "tokens/s", "slowest part of a step")
+    return [title, *columns([heading, *rows])]
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -82,8 +82,20 @@ def load_of(config: SparseKVConfig, geometry: Geometry, weights: int, host: floa
 def speeds(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, context: int, slots: int):
     """(least, most) tokens a second that the miss curves promise to `requests` requests of `context` tokens."""
     load = load_of(config, geometry, given.weights, given.host)
+    load = dataclasses.replace(load, rows=rows_of(config, load, requests, context, slots))
     found = [cost.tokens_per_second(load, given.device, curve, requests, context, slots) for curve in cost.CURVES]
     return min(found), max(found)
+
+
+def rows_of(config: SparseKVConfig, load: cost.Load, requests: int, context: int, slots: int) -> int:
+    """Rows of a request in the steps of `requests` requests of `context` tokens, by the rule of variants.py."""
+    if config.rows != "auto" or load.rows == 1:
+        return load.rows
+    shape, page = load.shape, load.geometry.page_size
+    closed = max(0, context + 1 - shape.window) // page  # pages that compete for the budget, and the sinks
+    every_page = closed - min(closed, shape.sink_pages) <= shape.budget_pages
+    fits = not load.scoped and requests * (context // page + 1) <= slots
+    return 1 if fits and (every_page or requests <= shape.most_alone(slots)) else 2
 
 
 def splits(config: SparseKVConfig, geometry: Geometry, given: Given) -> Iterator[tuple[int, int]]:
@@ -187,20 +199,22 @@ def estimate(
 ) -> dict[str, Any]:
     """What requests of `context` tokens can expect.
 
-    Returns builtins: context, requests (most at once), limit (what keeps it from more), tokens_per_second (least and
-    most, by the two miss curves), step_ms and slowest (what takes longest of a step) at the worse of them.
+    Returns builtins: context, requests (most at once), rows of each, limit (what keeps it from more), tokens_per_second
+    (least and most, by the two miss curves), step_ms and slowest (what takes longest of a step) at the worse of them.
     """
     page = geometry.page_size
     by_host = plan.host_tokens // (-(-(context + 1) // page) * page)
     requests = max(1, min(plan.max_running_requests, by_host))
     low, high = speeds(config, geometry, given, requests, context, plan.slots)
     load = load_of(config, geometry, given.weights, given.host)
+    load = dataclasses.replace(load, rows=rows_of(config, load, requests, context, plan.slots))
     moved = cost.transfers(load, cost.HIGH, requests, context, plan.slots)
     parts = cost.compute_seconds(load, given.device, requests, context)
     parts["link"] = sum(cost.link_seconds(load, given.device, moved).values())
     return {
         "context": context,
         "requests": requests,
+        "rows": load.rows,
         "limit": "host memory" if by_host < plan.max_running_requests else limit,
         "tokens_per_second": [round(low, 1), round(high, 1)],
         "step_ms": round(1e3 * requests / low, 2),

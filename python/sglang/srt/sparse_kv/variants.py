@@ -83,12 +83,7 @@ class Chooser:
         pages = int((lengths // shape.page_size + 1).sum())
         does = not cache.scoped and pages <= cache.usable and runtime.recorder is None
         if not everything:
-            most = worthwhile(cache.usable, shape.width)
+            most = shape.most_alone(cache.usable)
             does = does and len(lengths) <= (most if runtime.most_alone is None else min(most, runtime.most_alone))
         self._settled = min(self._settled + 1, SETTLE) if does else 0
         return alone if self._settled == SETTLE else Variant.TWO_ROWS
-
-
-def worthwhile(slots: int, width: int) -> int:
-    """Most requests for which one row with scores is held ready: contexts of two selections each still fit."""
-    return slots // (2 * width)

@@ -91,6 +91,9 @@ class DualDecodeWorker(BaseSpecWorker):
             from sglang.srt.sparse_kv.graphs import StepGraphs
 
             self._graphs = StepGraphs(self._runner, self.runtime)
+            self._additional_graph_memory_usage = {
+                "target_verify": self._graphs.nbytes / (1 << 30)
+            }  # SGLang counts GiB
         if self._coupled and self._ones.is_cuda:
             sampling.warm_up(self.guide_state.vocab_size, self._ones.device)
         if self.config.most_rows == 2 and self._ones.is_cuda:
