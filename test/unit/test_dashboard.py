@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
+import prometheus_client
+import pytest
+import yaml
 from sglang.srt.sparse_kv import prometheus
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "monitoring" / "grafana" / "dashboards" / "json"
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "examples" / "monitoring" / "grafana" / "dashboards" / "json"
 DASHBOARD = json.loads((FOLDER / "sparse-kv-dashboard.json").read_text())
 LABELS = {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
 LAYERED = {prometheus.PREFIX + name for name, _ in prometheus.LAYER_COUNTERS.values()}
@@ -33,9 +41,8 @@ def test_every_metric_exists():
     assert len(named) > 10 and named <= known
     ours = {name for name in named if name.startswith(prometheus.PREFIX)}
     unused = (COUNTERS | GAUGES) - ours
-    assert unused <= {prometheus.PREFIX + "cache_slots", prometheus.PREFIX + "host_pool_bytes"}, (
-        "show them, or drop them"
-    )
+    told = {prometheus.PREFIX + name for name in ("cache_slots", "host_pool_bytes", "link_bytes_per_second")}
+    assert unused <= told, "show them, or drop them"
 
 
 def test_counters_are_asked_for_rates_and_gauges_for_values():
@@ -64,3 +71,89 @@ def test_panels_have_places_of_their_own():
         taken |= cells
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     assert all(panel["targets"] and panel["title"] for panel in DASHBOARD["panels"])
+
+
+# ------------------------------------------------------------ a Prometheus that scrapes
+
+ACCEPT = {
+    "2": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,*/*;q=0.1",
+    "a browser": "*/*",
+}
+
+
+@pytest.mark.parametrize("asks", ACCEPT)
+def test_the_dashboards_names_are_what_prometheus_stores(asks):
+    """By the configuration in examples/monitoring: the library's answer depends on what it is asked for."""
+    registry = prometheus_client.CollectorRegistry()
+    names = sorted(COUNTERS)
+    for name in names:
+        prometheus_client.Counter(name, "of a test", registry=registry).inc()
+    write, _ = prometheus_client.exposition.choose_encoder(ACCEPT[asks])
+    config = yaml.safe_load((FOLDER.parents[2] / "prometheus.yaml").read_text())
+    (rule,) = config["scrape_configs"][0]["metric_relabel_configs"]
+    assert (rule["source_labels"], rule["target_label"]) == (["__name__"], "__name__")
+    stored = set()
+    for line in write(registry).decode().splitlines():
+        name = line.split(" ")[0]
+        if not line.startswith("#") and not name.endswith("_created"):
+            renamed = re.fullmatch(rule["regex"], name)
+            stored.add(rule["replacement"].replace("$1", renamed[1]) if renamed else name)
+    assert sorted(stored) == names
+
+
+# ------------------------------------------------------------ scripts/check_dashboard.py
+
+
+class Prometheus(BaseHTTPRequestHandler):
+    """Answers range queries: two points of each series that the query's first metric has, none for `missing`."""
+
+    missing = ""
+
+    def do_GET(self):
+        given = parse_qs(urlsplit(self.path).query)
+        query, end = given["query"][0], float(given["end"][0])
+        if "$" in query:
+            return self.reply(400, {"status": "error", "error": "a variable was left in"})
+        labels = [{"layer": "0"}, {"layer": "1"}] if "by (layer)" in query else [{"tp_rank": "0"}]
+        values = [[end - 10, "NaN"], [end - 5, "0.5"], [end, "0.25"]]
+        found = [] if self.missing and self.missing in query else [{"metric": m, "values": values} for m in labels]
+        self.reply(200, {"status": "success", "data": {"resultType": "matrix", "result": found}})
+
+    def reply(self, status, answer):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def prometheus_url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Prometheus)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("missing", ["", "sparse_kv_cache_occupancy"])
+def test_a_panel_without_data_is_noticed(prometheus_url, monkeypatch, capsys, missing):
+    check = runpy.run_path(str(REPOSITORY / "scripts" / "check_dashboard.py"))
+    monkeypatch.setattr(Prometheus, "missing", missing)
+    assert check["main"]([prometheus_url]) == bool(missing)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(expressions()) + bool(missing)
+    assert "Selected units found in the cache / hit rate: hit rate: 0.25" in lines
+    assert "Memory in use / host pool, rank {{tp_rank}}: host pool, rank 0: 0.25" in lines
+    assert "Units missed by layer / {{layer}}: 0: 0.25, 1: 0.25" in lines
+    assert sum("no data" in line for line in lines) == bool(missing)
+
+
+def test_a_refused_query_is_told(prometheus_url):
+    check = runpy.run_path(str(REPOSITORY / "scripts" / "check_dashboard.py"))
+    with pytest.raises(RuntimeError, match="a variable was left in"):
+        check["ask"](prometheus_url, "$x", "", 0, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
-from sglang.srt.sparse_kv import prometheus
+from sglang.srt.sparse_kv import devices, prometheus
 from sparse_rig import Rig
 
 STATS = types.SimpleNamespace(kv_available_tokens=0)
@@ -76,6 +77,10 @@ def test_gauges_of_the_pool(registry):
     assert found["host_pool_bytes", None] == rig.plan.host_bytes
     assert found["host_pool_usage", None] == pytest.approx(0.75, abs=0.01)
     assert found["cache_slots", None] == 2 * rig.runtime.shape.width
+    assert found["link_bytes_per_second", None] == 0, "the CPU engine has no link"
+    rig.runtime.plan = dataclasses.replace(rig.runtime.plan, device="H200")
+    exporter.publish(rig.runtime, STATS)
+    assert samples(registry)["link_bytes_per_second", None] == devices.find("H200").link > 10e9
 
 
 def test_a_reset_does_not_take_back_what_was_counted(registry):

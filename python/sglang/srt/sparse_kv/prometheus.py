@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.sparse_kv import metrics
+from sglang.srt.sparse_kv import devices, metrics
 from sglang.srt.sparse_kv.variants import Variant
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ COUNTERS = {
 GAUGES = {
     "cache_occupancy": ("cache_occupancy", "Share of the page cache's slots that hold a page."),
     "cache_slots": ("cache_slots", "Slots of the page cache per layer and KV head."),
+    "link_bytes": ("link_bytes_per_second", "What the plan takes the link from the host to carry; 0 without a GPU."),
     "host_pool_bytes": ("host_pool_bytes", "Size of the host pool."),
     "host_pool_usage": ("host_pool_usage", "Share of the host pool that requests and the radix cache hold."),
 }
@@ -90,10 +91,11 @@ class Exporter:
         }
         for key, counter in self._counters.items():
             self._raise_to(counter, key, values[key])
-        size = runtime.plan.host_tokens
+        size, link = runtime.plan.host_tokens, devices.find(runtime.plan.device)
         gauges = {
             "cache_occupancy": metrics.occupancy(runtime),
             "cache_slots": runtime.cache.usable,
+            "link_bytes": link.link if link else 0,
             "host_pool_bytes": runtime.plan.host_bytes,
             "host_pool_usage": (size - stats.kv_available_tokens) / size,
         }
