@@ -110,8 +110,10 @@ def test_failures_are_tried_again_and_then_loud():
 def test_the_oracle_copies_nothing():
     kept: list[int] = []
     SkippedTransfer().submit(0, lambda: pytest.fail("copied"))
-    SkippedTransfer().submit(0, lambda: kept.append(1), to_host=True)
-    assert kept == [1], "the next policy needs the truth on the host"
+    SkippedTransfer().submit(0, lambda: pytest.fail("copied"), way="prefix")
+    SkippedTransfer().submit(0, lambda: kept.append(1), way="out")
+    SkippedTransfer().submit(0, lambda: kept.append(2), way="within")
+    assert kept == [1, 2], "the next policy needs the truth on the host, and tables that are true to it"
     assert isinstance(CPU_TRANSFERS["oracle"](0), SkippedTransfer)
 
 

@@ -125,7 +125,7 @@ class Prefill:
         runtime, loc = self.runtime, step.loc
         view, through = runtime.cache.views[layer], not runtime.policy.skip_write_through
         copy = partial(runtime.ops.store_chunk, view, k, v, loc, through)
-        runtime.transfer.submit(("store", layer % 2), copy, to_host=True)
+        runtime.transfer.submit(("store", layer % 2), copy, way="out")
 
     def _refresh_cache(self, layer: int, step: PrefillStep, k, v) -> None:
         """Keeps the entries of the pages that the batch writes true to the host. A page that it begins may have an
@@ -140,7 +140,7 @@ class Prefill:
         since = None if layer in runtime.cache.scoped else runtime.clock_long_ago
         view = runtime.cache.views[layer]
         copy = partial(runtime.ops.refresh, view, k, v, step.loc, step.begun, step.begun_tokens, since)
-        runtime.transfer.submit(("refresh", layer % 2), copy, within=True)
+        runtime.transfer.submit(("refresh", layer % 2), copy, way="within")
 
     def _attend(self, step: PrefillStep, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
         ops, blocks = self.runtime.ops, chunk.blocks
@@ -175,4 +175,4 @@ class Prefill:
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
         since = None if layer in runtime.cache.scoped else runtime.clock_prefix
         copy = partial(runtime.ops.stage, runtime.cache.views[layer], block.pages, target, block.page_tokens, since)
-        runtime.transfer.submit(("staging", slot), copy)
+        runtime.transfer.submit(("staging", slot), copy, way="prefix")

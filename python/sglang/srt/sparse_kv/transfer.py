@@ -12,10 +12,12 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from typing import Literal
 
 import torch
 
 Copy = Callable[[], None]
+Way = Literal["ahead", "prefix", "within", "out"]
 
 # How a branch runs on a GPU, for measurements: "first" where it meets other kernels, "equal" to them, "none": in line.
 BRANCH = os.environ.get("SPARSE_KV_BRANCH", "first")
@@ -26,14 +28,13 @@ class TransferError(RuntimeError):
 
 
 class Transfer(ABC):
-    """Engine of transfers. `urgent` marks what the critical path waits for, `to_host` what leaves the device: the link
-    carries both directions at once. `within` marks what stays on the device and only happens to be no hurry.
+    """Engine of transfers. `urgent` marks what the critical path waits for. A way tells what is moved: units "ahead" of
+    their step, a prefill's "prefix", what stays "within" the device behind it, or what leaves, "out". Copies of one way,
+    and those of prefix and within together, happen in order; the link carries both directions at once.
     """
 
     @abstractmethod
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None: ...
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None: ...
 
     @abstractmethod
     def join(self, lane: Hashable) -> None: ...
@@ -56,9 +57,7 @@ class Transfer(ABC):
 class PlainTransfer(Transfer):
     """Copies at once."""
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         copy()
 
     def join(self, lane: Hashable) -> None:
@@ -74,9 +73,7 @@ class DelayedTransfer(Transfer):
     def __init__(self) -> None:
         self.pending: list[tuple[Hashable, Copy]] = []
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         self.pending.append((lane, copy))
 
     def join(self, lane: Hashable) -> None:
@@ -100,9 +97,7 @@ class ReorderedTransfer(DelayedTransfer):
         super().__init__()
         self.random = random.Random(seed)
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         super().submit(lane, copy)
         self._run_some()
 
@@ -123,9 +118,7 @@ class FailingTransfer(Transfer):
         self.random, self.rate, self.attempts = random.Random(seed), rate, attempts
         self.failures = 0
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         for _ in range(self.attempts):
             if self.random.random() >= self.rate:
                 copy()
@@ -145,16 +138,14 @@ class SkippedTransfer(PlainTransfer):
     still gets what is new, so that the next policy finds the truth there, and what crosses no link is done.
     """
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
-        if to_host or within:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
+        if way in ("within", "out"):
             copy()
 
 
 class StreamTransfer(Transfer):
-    """Copies on side streams, one for each direction, that fork from the current stream at `submit` and rejoin it at
-    `join`.
+    """Copies on side streams, of decode's and of prefill's for each direction, that fork from the current stream at
+    `submit` and rejoin it at `join`.
 
     Urgent copies run on the current stream itself: whoever submits one waits for it anyway. Works inside a graph
     capture, where every fork must be joined before the capture ends.
@@ -162,21 +153,26 @@ class StreamTransfer(Transfer):
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.to_device, self.to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # A prefill's side kernels are small and its own are not: they go first, or each would wait for one of those.
+        prefix = torch.cuda.Stream(device, priority=-1)
+        self.streams: dict[Way, torch.cuda.Stream] = {
+            "ahead": torch.cuda.Stream(device),
+            "prefix": prefix,
+            "within": prefix,
+            "out": torch.cuda.Stream(device, priority=-1),
+        }
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
         self.beside = torch.cuda.Stream(device, priority=-1 if BRANCH == "first" else 0)
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
-    def submit(
-        self, lane: Hashable, copy: Copy, urgent: bool = False, to_host: bool = False, within: bool = False
-    ) -> None:
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         if urgent:
             copy()
             return
         planned = torch.cuda.Event()
         planned.record()
-        side = self.to_host if to_host else self.to_device
+        side = self.streams[way]
         with torch.cuda.stream(side):
             side.wait_event(planned)  # the tables and the descriptors that the copy reads
             copy()
