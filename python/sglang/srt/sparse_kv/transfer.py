@@ -29,8 +29,8 @@ class TransferError(RuntimeError):
 
 class Transfer(ABC):
     """Engine of transfers. `urgent` marks what the critical path waits for. A way tells what is moved: units "ahead" of
-    their step, a prefill's "prefix", what stays "within" the device behind it, or what leaves, "out". Copies of one way,
-    and those of prefix and within together, happen in order; the link carries both directions at once.
+    their step, a prefill's "prefix", what stays "within" the device, or what leaves, "out"; the link carries both
+    directions at once.
     """
 
     @abstractmethod
@@ -154,6 +154,7 @@ class StreamTransfer(Transfer):
     def __init__(self, device: torch.device):
         self.device = device
         # A prefill's side kernels are small and its own are not: they go first, or each would wait for one of those.
+        # Those that edit tables share one stream, because they share scratch.
         prefix = torch.cuda.Stream(device, priority=-1)
         self.streams: dict[Way, torch.cuda.Stream] = {
             "ahead": torch.cuda.Stream(device),
