@@ -121,15 +121,15 @@ def distributions(random, count):
     yield "signed zeros", zeros
 
 
-@pytest.mark.parametrize("global_keys", [False, True])
+@pytest.mark.parametrize("global_scores", [False, True])
 @pytest.mark.parametrize(
     ("length", "budget"), [(2100, 256), (4999, 1024), (200, 512), (17, 64), (96, 16), (40003, 1024), (100003, 4096)]
 )
-def test_select_is_exact(engine, length, budget, global_keys, monkeypatch):
+def test_select_is_exact(engine, length, budget, global_scores, monkeypatch):
     if engine.small and length > 50000:
         pytest.skip("too large to emulate")
-    if global_keys:
-        monkeypatch.setattr(cuda, "keys_in_global_memory", lambda device, width: True)
+    if global_scores:
+        monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
     page_size, heads, rows, n = 16, 2, 2, 3
     random = torch.Generator().manual_seed(length)
     shape = SelectionShape.from_tokens(page_size, budget, 16, 64)
@@ -153,6 +153,23 @@ def test_select_is_exact(engine, length, budget, global_keys, monkeypatch):
             assert torch.equal(got.num_pages.cpu(), expected.num_pages), name
             assert torch.equal(got.pages.cpu(), expected.pages), name
         assert torch.equal(got.predicted.cpu(), expected.predicted), name
+
+
+@pytest.mark.parametrize("global_scores", [False, True])
+@pytest.mark.parametrize("group", [3, 4, 8])
+def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatch):
+    if global_scores:
+        monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
+    q, landmarks, table, length, active, shape = batch(
+        7, engine.device, [9200, 8900], 1, 1, group, 64, torch.float16, torch.float16, 1, 128
+    )
+    lo, hi = bounds(shape, length, active, 1)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1)
+    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
+    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    for name in ("pages", "num_pages", "predicted"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
 
 
 def test_one_row(engine):
@@ -189,12 +206,15 @@ def test_predictions_go_to_rows_of_their_own(engine):
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (96, torch.float32)])
 def test_more_chunks_than_warps(engine, dim, dtype, monkeypatch):
-    """Chunks that nobody has taken yet go to whoever is free: the results of a launch that needs no second round."""
+    """Chunks that nobody has taken yet go to whoever is free: the results of a launch with a warp for every chunk that
+    the tables have room for.
+    """
     q, landmarks, table, length, active, shape = batch(
         6, engine.device, [3000, 2900], 2, 2, 2, dim, dtype, dtype, 8, 256
     )
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 128)
     wide = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
     monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
     for seed in range(3):

@@ -66,7 +66,7 @@ def test_resolve(engine, case, move):
         copied(view, fetch)
         assert int(cuda.check(view)) == 0
         assert int(workspace(engine.device).urgent) == 0
-        assert not bool(workspace(engine.device).tasks.view(-1, 8)[:, :2].any()), "helpers left their counters behind"
+        assert not bool(workspace(engine.device).tasks.view(-1, 8)[:, :4].any()), "helpers left their counters behind"
 
 
 @pytest.mark.parametrize("step", [300, 511, 513, 700, 5000, 10**6, 2**31 - 100])

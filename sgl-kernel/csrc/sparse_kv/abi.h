@@ -42,7 +42,7 @@ constexpr int64_t SKV_MOST_HEADS = 64;
 // Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order.
 struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
-  int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks finished
+  int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks that are done with that
   int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
   int32_t* tasks;   // [SKV_MOST_HEADS][8] zero between calls: what blocks that help to move a head's misses are told
   int32_t* list;    // [SKV_JOBS][heads][list_width] entries that won their unit, where shared memory is too small
@@ -131,7 +131,7 @@ struct SkvSelect {
   SkvInts keep;            // [n] row of `predicted` for each request; null data: row i
   int64_t keep_stride;     // of rows
   int64_t keep_stride_head;
-  uint32_t* keys;          // [n][rows][heads][table_width] scratch, or null: shared memory
+  float* rest;             // [n][rows][heads][table_width] scratch, or null: shared memory
   int64_t n;
   int64_t rows;
   int64_t heads;

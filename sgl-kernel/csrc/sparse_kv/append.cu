@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_head(beside.view[job - 1], work, beside.request[job - 1], head, job, scratch);
     return;
   }
-  int step = *args.step;
   SkvResolve request{};
   request.pages = args.page;
   request.tokens = args.offset;
@@ -83,15 +82,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   request.slots = args.slots;
   request.n = args.n;
   request.width = 1;
+  request.step = args.step;
   Entries entries{&request, view.heads, head, static_cast<int>(args.n), false, false};
   auto* units = reinterpret_cast<int4*>(work.rows);
 
-  if (claim_selection(view, entries, step, false, true, args.slots, scratch)) {
-    hand_out(view, entries, work, step, kResolve, true, list_of(view, work, 0, head), units, nullptr,
+  PageTable table{&request, nullptr, 0, 0, 0};
+  Selection selection(view, entries);
+  bool missing = selection.claim_missing(work, table, false, true, scratch);
+  selection.take_flags();
+  if (missing) {
+    hand_out(view, entries, work, scratch.step, kResolve, true, list_of(view, work, 0, head), units, -1,
              static_cast<int>(head * work.list_width), scratch);
-    write_slots(view, entries, args.slots, scratch);
+    write_slots(view, entries, table, scratch);
     // The committed tokens of a page that comes back: few units, few bytes, and the write below must come after them.
-    move_plain(view, UnitRows{units, scratch.first, 1, *work.skip ? 0 : scratch.kept}, nullptr);
+    move_plain(view, UnitRows{units, scratch.first, 1, scratch.skip ? 0 : scratch.kept}, nullptr);
     __syncthreads();
   }
   add_tally(view, scratch);

@@ -38,21 +38,20 @@ __global__ void prepare_kernel(const __grid_constant__ SkvView view, const __gri
 }
 
 // One warp per query head: row 0's result moves to its place, row 1's is joined with its own token. Everything is loaded
-// before anything is looked at, which costs one trip to memory instead of four.
+// before anything is looked at, and what is older than attention's kernels before those end.
 template <typename T>
 __global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAttend args) {
   constexpr int kMost = 8;  // elements of a lane: head_dim at most 256
-  wait_for_previous_kernel();
-  int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5;
-  int64_t per_sequence = args.rows * args.group;
-  if (item >= args.n * view.heads * per_sequence) return;
-  int64_t sequence = item / per_sequence, line = item % per_sequence;
-  int64_t n = sequence / view.heads, head = sequence % view.heads, row = line / args.group, query = line % args.group;
-  int dim = static_cast<int>(view.head_dim);
-  auto* partial = static_cast<const T*>(args.partial) + item * dim;
-  auto* out = static_cast<T*>(args.out) + (((n * args.rows + row) * view.heads + head) * args.group + query) * dim;
+  int item = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) >> 5);
+  int heads = static_cast<int>(view.heads), rows = static_cast<int>(args.rows), group = static_cast<int>(args.group);
+  int dim = static_cast<int>(view.head_dim), line = item / group, query = item - line * group;  // line: [n][heads][rows]
+  int sequence = line / rows, row = line - sequence * rows, n = sequence / heads, head = sequence - n * heads;
+  if (n >= args.n) return;
+  auto* partial = static_cast<const T*>(args.partial) + static_cast<int64_t>(item) * dim;
+  int64_t place = static_cast<int64_t>(head * group + query) * dim;
+  auto* out = static_cast<T*>(args.out) + static_cast<int64_t>(n * rows + row) * heads * group * dim + place;
   // Row 0 reads row 1's keys and values too, and forgets them.
-  auto* q = static_cast<const T*>(args.q) + (n * args.rows + row) * args.stride_q + (head * args.group + query) * dim;
+  auto* q = static_cast<const T*>(args.q) + (n * rows + row) * args.stride_q + place;
   auto* k = static_cast<const T*>(args.k_row1) + n * args.stride_k + head * dim;
   auto* v = static_cast<const T*>(args.v_row1) + n * args.stride_v + head * dim;
 
@@ -61,13 +60,17 @@ __global__ void finish_kernel(const __grid_constant__ SkvView view, const __grid
   for (int i = 0; i < kMost; ++i) {
     int d = i * 32 + lane_id();
     if (d >= dim) continue;
-    paged[i] = partial[d];
     asked[i] = q[d];
     key[i] = k[d];
     own_value[i] = v[d];
   }
+  int64_t pages = get(args.num_pages, n);
+  wait_for_previous_kernel();
+#pragma unroll
+  for (int i = 0; i < kMost; ++i)
+    if (i * 32 + lane_id() < dim) paged[i] = partial[i * 32 + lane_id()];
   float rest = args.lse[item];
-  bool padded = get(args.num_pages, n) <= 0;
+  bool padded = pages <= 0;
 
   float rest_weight = 1.0f, own_weight = 0.0f, total = 1.0f;
   if (row == 1 && !padded) {

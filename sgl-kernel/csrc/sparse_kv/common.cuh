@@ -103,7 +103,6 @@ __device__ __forceinline__ void copy16(void* to, const void* from, int bytes, in
 
 struct BlockScratch {
   int warp[2][32];
-  int total;
 };
 
 // Sum over the block, the same in every thread. Calls alternate `turn` 0 and 1, so that one barrier is enough: a thread
@@ -125,20 +124,9 @@ __device__ __forceinline__ int block_scan(int value, BlockScratch& scratch, int&
   }
   if (lane_id() == 31) scratch.warp[0][warp_id()] = inclusive;
   __syncthreads();
-  if (warp_id() == 0) {
-    int warps = blockDim.x >> 5;
-    int mine = lane_id() < warps ? scratch.warp[0][lane_id()] : 0;
-    int sum = mine;
-    for (int d = 1; d < 32; d <<= 1) {
-      int other = __shfl_up_sync(kAll, sum, d);
-      if (lane_id() >= d) sum += other;
-    }
-    scratch.warp[1][lane_id()] = sum - mine;
-    if (lane_id() == 31) scratch.total = sum;
-  }
-  __syncthreads();
-  int before = scratch.warp[1][warp_id()] + inclusive - value;
-  total = scratch.total;
+  int sum = lane_id() < static_cast<int>(blockDim.x >> 5) ? scratch.warp[0][lane_id()] : 0;
+  total = __reduce_add_sync(kAll, sum);
+  int before = __reduce_add_sync(kAll, lane_id() < warp_id() ? sum : 0) + inclusive - value;
   __syncthreads();
   return before;
 }

@@ -33,39 +33,24 @@ __device__ __forceinline__ void force_misses(const SkvView& view, const Entries&
   __syncthreads();
 }
 
-// The page table that attention reads: of each (request, head) the slots of its pages. A padded row shows one page, so
-// that no kernel downstream needs to know of empty sequences. Each warp takes 32 pages of a request at a time.
-__device__ __forceinline__ void write_page_table(const SkvView& view, const SkvResolve& request, int head) {
-  int heads = static_cast<int>(view.heads), requests = static_cast<int>(request.n);
-  int width = static_cast<int>(request.width), parts = (width + 31) / 32;
-  for (int item = warp_id(); item < requests * parts; item += blockDim.x >> 5) {
-    int n = item / parts, c = item % parts * 32 + lane_id();
-    const int32_t* slots = request.slots + (static_cast<int64_t>(n) * heads + head) * width;
-    int slot = c < width ? __ldcg(slots + c) : 0;
-    int pages = static_cast<int>(get(request.num_pages, n)), shown = max(pages, 1), before = 0;
-    for (int i = lane_id(); i < n; i += 32) before += max(static_cast<int>(get(request.num_pages, i)), 1);
-    int first = __reduce_add_sync(kAll, before) * heads + head * shown;
-    bool known = c < pages && slot >= 0 && slot < view.slots;
-    if (c < shown) request.indices[first + c] = head * static_cast<int>(view.slots) + (known ? slot : 0);
-    if (c != 0) continue;
-    request.indptr[n * heads + head] = first;
-    if (n == requests - 1 && head == heads - 1) request.indptr[requests * heads] = first + shown;
-    request.last_page[n * heads + head] = pages > 0 ? static_cast<int>(get(request.last_tokens, n)) : 1;
-  }
-}
-
 // A head's misses are moved by its own block and kMovers - 1 more: one block alone moves 18 GB/s, and often one head has
 // most of the misses. What the table's block tells the others:
 constexpr int kMovers = 3;
-enum Task { kReady, kFinished, kFirst, kKept, kForced, kTaskWords = 8 };
+// A word for each block that helps, which it clears; the numbers behind them count when the word says that there is work.
+enum Task { kFirst = 4, kKept, kForced, kTaskWords = 8 };
+enum Word { kWait, kNothing, kUnits };
+static_assert(kMovers <= kFirst);
 
-__device__ __forceinline__ void announce(int32_t* task, int first, int kept, int forced) {
+__device__ __forceinline__ void announce(int32_t* task, int parts, int first, int kept, int forced) {
   if (threadIdx.x != 0) return;
-  task[kFirst] = first;
-  task[kKept] = kept;
-  task[kForced] = forced;
-  __threadfence();
-  atomicExch(task + kReady, 1);
+  if (kept + forced > 0) {
+    task[kFirst] = first;
+    task[kKept] = kept;
+    task[kForced] = forced;
+    __threadfence();
+  }
+  for (int part = 1; part < parts; ++part)
+    *static_cast<volatile int32_t*>(task + part) = kept + forced > part ? kUnits : kNothing;
 }
 
 template <bool kBulk>
@@ -89,23 +74,21 @@ template <bool kBulk>
 __device__ __forceinline__ void help(const SkvView& view, const SkvWork& work, const SkvResolve& request, int head,
                                      int part, int parts, char* stages, int num_stages, MoverScratch& mover) {
   __shared__ int told[3];
-  int32_t* task = work.tasks + head * kTaskWords;
   if (threadIdx.x == 0) {
-    while (*static_cast<volatile int32_t*>(task + kReady) == 0) __nanosleep(64);
-    __threadfence();
-    for (int i = 0; i < 3; ++i) told[i] = __ldcg(task + kFirst + i);
+    int32_t* task = work.tasks + head * kTaskWords;
+    auto* word = static_cast<volatile int32_t*>(task + part);
+    int said;
+    while ((said = *word) == kWait) __nanosleep(64);
+    *word = kWait;
+    if (said == kUnits) __threadfence();
+    for (int i = 0; i < 3; ++i) told[i] = said == kUnits ? __ldcg(task + kFirst + i) : 0;
   }
   __syncthreads();
   int first = told[0], kept = told[1], forced = told[2];
-  if (kept + forced > part) {
-    if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
-    move_part<kBulk>(view, work, request, head, part, parts, first, kept, forced, stages, num_stages, mover);
-    if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
-  }
-  if (threadIdx.x != 0) return;
-  if (atomicAdd(task + kFinished, 1) != parts - 2) return;
-  atomicExch(task + kFinished, 0);
-  atomicExch(task + kReady, 0);
+  if (kept + forced == 0) return;
+  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
+  move_part<kBulk>(view, work, request, head, part, parts, first, kept, forced, stages, num_stages, mover);
+  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
 }
 
 // One block per head, then those that help.
@@ -129,32 +112,34 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     help<kBulk>(view, work, request, head, part, parts, stages, num_stages, mover);
     return;
   }
-  int step = *request.step, skip = *work.skip, rate = *work.miss_rate;
   Entries entries{&request, view.heads, head, static_cast<int>(request.n * request.width), false, mode == kInstall};
-  bool missing = claim_selection(view, entries, step, mode == kResolve && request.tally, mode == kResolve,
-                                 request.slots, scratch);
-  bool move = request.move && !skip;
+  Selection selection(view, entries);
+  PageTable table{&request, reinterpret_cast<int*>(stages), heads, head, static_cast<int>(view.slots)};
+  bool missing = selection.claim_missing(work, table, mode == kResolve && request.tally, mode == kResolve, scratch);
+  int step = scratch.step, rate = scratch.rate;
+  bool move = request.move && !scratch.skip;
   if (move && rate > 0) {
     auto* again = reinterpret_cast<int4*>(work.rows) + head * work.list_width;
     force_misses(view, entries, step, rate, request.tally, again, scratch);
   }
   int forced = move ? scratch.forced : 0;
-  move = move && (missing || forced > 0);
   int32_t* task = work.tasks + head * kTaskWords;
+  if (!missing) {
+    if (parts > 1) announce(task, parts, 0, 0, forced);
+    if (threadIdx.x == blockDim.x - 1) take_rows(view, work, request, 0, 0);
+  }
+  if (mode == kResolve) selection.take_flags();
+  move = move && (missing || forced > 0);
   if (move && threadIdx.x == 0) atomicAdd(work.urgent, 1);  // now: prefetches leave the link while victims are chosen
   if (missing) {
     hand_out(view, entries, work, step, mode, mode == kResolve, list_of(view, work, 0, head),
-             reinterpret_cast<int4*>(request.units), work.cursor, 0, scratch);
-    if (parts > 1) announce(task, scratch.first, move ? scratch.kept : 0, forced);
-    if (request.slots) write_slots(view, entries, request.slots, scratch);
-  } else if (parts > 1) {
-    announce(task, 0, 0, forced);
+             reinterpret_cast<int4*>(request.units), 0, 0, scratch);
+    if (parts > 1) announce(task, parts, scratch.first, move ? scratch.kept : 0, forced);
+    write_slots(view, entries, table, scratch);
   }
-  __syncthreads();
-  publish(work, 0, heads, request.count);
-  if (request.indices) write_page_table(view, request, head);
   add_tally(view, scratch);
   if (!move) return;
+  __syncthreads();  // the table's starts lie where units will arrive
   int first = missing ? scratch.first : 0;
   move_part<kBulk>(view, work, request, head, 0, parts, first, scratch.kept, forced, stages, num_stages, mover);
   if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
@@ -171,7 +156,7 @@ __global__ void invalidate_kernel(const __grid_constant__ SkvView view, SkvInts 
     int slot = atomicExch(slot_row(view, head) + page, kNone);
     if (slot < 0) continue;
     int64_t place = head * view.slots + slot;
-    wasted += take_ahead(view, place);
+    wasted += view.ahead[place] && take_ahead(view, place);
     view.page_of[place] = kNone;
     view.stamp[place] = kNever;
   }
@@ -241,6 +226,8 @@ SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvRe
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk && args->move ? mover_stages(*view, where->device) : 0;
   size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);
+  size_t starts = args->indices ? (args->n + 1) * sizeof(int) : 0;
+  if (shared < starts) shared = starts;
   auto* kernel = bulk ? resolve_kernel<true> : resolve_kernel<false>;
   [[maybe_unused]] InOrder in_order;
   unsigned blocks = static_cast<unsigned>(view->heads) * (args->move && view->heads <= SKV_MOST_HEADS ? kMovers : 1);

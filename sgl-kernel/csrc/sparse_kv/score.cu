@@ -2,8 +2,9 @@
 //
 // Work is cut into chunks of kChunk logical pages of one (request, kv head), counted from page 0, whatever the batch: a
 // request's result does not depend on its neighbours. A warp takes a chunk at a time; chunks without candidates do not
-// exist, so a captured launch costs what the lengths of the moment need. Logits are kept in base 2 and not yet
-// normalised: select needs the sum over all chunks first.
+// exist, so a captured launch costs what the lengths of the moment need. Where there is a warp for every chunk that a
+// table has room for, each knows its own without looking at the lengths, which saves a trip to memory. Logits are kept in
+// base 2 and not yet normalised: select needs the sum over all chunks first.
 #include "ptx.cuh"
 
 namespace skv {
@@ -44,16 +45,15 @@ __device__ __forceinline__ void find_spans(const SkvScore& args, const Spans& sp
   __syncthreads();
 }
 
-// Queries in the order in which attention reads them: by blocks beyond those that score, which nobody waits for.
+// Queries in the order in which attention reads them, 16 bytes a thread: by blocks beyond those that score.
 __device__ __forceinline__ void reorder(const SkvView& view, const SkvScore& args) {
-  int64_t element = element_bytes(args.q_dtype), bytes = args.group * view.head_dim * element, pieces = bytes / 16;
-  int64_t total = args.n * view.heads * args.rows * pieces, stride = (gridDim.x - args.blocks) * blockDim.x;
-  for (int64_t i = (blockIdx.x - args.blocks) * blockDim.x + threadIdx.x; i < total; i += stride) {
-    int64_t line = i / pieces, row = line % args.rows, head = line / args.rows % view.heads;
-    int64_t n = line / args.rows / view.heads;
-    auto* source = static_cast<const char*>(args.q) + (n * args.rows + row) * args.stride_q * element + head * bytes;
-    static_cast<int4*>(args.q_out)[i] = reinterpret_cast<const int4*>(source)[i % pieces];
-  }
+  int rows = static_cast<int>(args.rows), heads = static_cast<int>(view.heads), element = element_bytes(args.q_dtype);
+  int bytes = static_cast<int>(args.group * view.head_dim) * element, pieces = bytes / 16;
+  int i = static_cast<int>((blockIdx.x - args.blocks) * blockDim.x + threadIdx.x), line = i / pieces;
+  int row = line % rows, head = line / rows % heads, n = line / rows / heads;
+  if (n >= args.n) return;
+  auto* source = static_cast<const char*>(args.q) + (n * rows + row) * args.stride_q * element + head * bytes;
+  static_cast<int4*>(args.q_out)[i] = reinterpret_cast<const int4*>(source)[i - line * pieces];
 }
 
 // Chunks for one warp: first the one of its own number, then whichever nobody has taken. Blocks that start late, where
@@ -84,8 +84,15 @@ struct Item {
   int n, head, page;  // request, kv head, first logical page of the chunk
 };
 
-__device__ __forceinline__ Item find_item(const Spans& spans, int n, int heads, int item) {
+// Chunks that the tables of all requests have room for.
+__device__ __forceinline__ int chunks_of(const SkvScore& args) {
+  return static_cast<int>((args.table_width + kChunk - 1) / kChunk);
+}
+
+// All chunks of each (request, kv head) when `spans` is not known, those with a candidate otherwise.
+__device__ __forceinline__ Item find_item(const SkvScore& args, const Spans& spans, bool every, int n, int heads, int item) {
   int chunk = item / heads;
+  if (every) return Item{chunk / chunks_of(args), item % heads, chunk % chunks_of(args) * kChunk};
   int low = 0, high = n - 1;  // last request that starts at or before the chunk
   while (low < high) {
     int middle = (low + high + 1) / 2;
@@ -123,7 +130,7 @@ struct Column {
 
 __device__ __forceinline__ Column column_of(const SkvScore& args, int64_t heads, const Item& item, int index) {
   if (index >= args.rows * args.group) return Column{nullptr, nullptr, 0, 0};
-  int64_t row = index / args.group, query = index % args.group;
+  int group = static_cast<int>(args.group), row = index / group, query = index % group;
   int64_t line = ((item.n * args.rows + row) * heads + item.head) * args.group + query;
   int64_t chunks = (args.table_width + kChunk - 1) / kChunk;
   return Column{args.logits + line * args.table_width, args.partials + (line * chunks + item.page / kChunk) * 2,
@@ -148,16 +155,20 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
   }
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
-  find_spans(args, spans, scratch);
-  int items = spans.start[requests] * heads;
-  int blocks = static_cast<int>(args.blocks);
-  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
+  int blocks = static_cast<int>(args.blocks), warps = blocks * static_cast<int>(blockDim.x >> 5);
+  int items = requests * chunks_of(args) * heads;
+  bool every = items <= warps;
+  if (!every) {
+    find_spans(args, spans, scratch);
+    items = spans.start[requests] * heads;
+  }
+  Tickets tickets{args.tickets, items, blocks, warps};
   int row = lane_id() / 4, part = lane_id() % 4;
   auto* landmarks = static_cast<const T*>(view.landmarks);
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
-    Item item = find_item(spans, requests, heads, index);
+    Item item = find_item(args, spans, every, requests, heads, index);
     tickets.draw();
     uint32_t query[kTiles][kSteps][4];
     Column columns[kTiles][2];
@@ -165,9 +176,9 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       int q = tile * 8 + row;  // the query head whose elements this lane holds
-      int64_t line = item.n * args.rows + q / args.group;
-      auto* source = static_cast<const T*>(args.q) + line * args.stride_q +
-                     (item.head * args.group + q % args.group) * kDim + part * 8;
+      int group = static_cast<int>(args.group);
+      int64_t line = item.n * args.rows + q / group;
+      auto* source = static_cast<const T*>(args.q) + line * args.stride_q + (item.head * group + q % group) * kDim + part * 8;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         int4 data = make_int4(0, 0, 0, 0);
@@ -184,6 +195,15 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4
     const int32_t* table = args.table + item.n * args.table_width;
     int low_page = item.page + lane_id() < args.table_width ? table[item.page + lane_id()] : kNone;
     int high_page = item.page + 32 + lane_id() < args.table_width ? table[item.page + 32 + lane_id()] : kNone;
+    if (every) {
+      bool wanted = false;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const Column& column = columns[i / 2][i % 2];
+        wanted |= column.logits && column.lo < item.page + kChunk && column.hi > item.page;
+      }
+      if (!__any_sync(kAll, wanted)) break;
+    }
 
 #pragma unroll
     for (int begin = 0; begin < kChunk / 16; begin += kAtOnce) {
@@ -257,7 +277,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
-    Item item = find_item(spans, requests, heads, index);
+    Item item = find_item(args, spans, false, requests, heads, index);
     tickets.draw();
     for (int first = 0; first < args.rows * args.group; first += kPlainQueries) {
       __syncwarp();  // the last pass may still read the queries
@@ -309,9 +329,8 @@ __global__ void __launch_bounds__(kScoreThreads)
 }
 
 inline dim3 grid(const SkvView& view, const SkvScore& args) {
-  constexpr int64_t kEach = 8 * kScoreThreads;  // pieces of 16 bytes that a block puts in order
   int64_t bytes = args.n * view.heads * args.rows * args.group * view.head_dim * (args.q_dtype == SKV_FP32 ? 4 : 2);
-  int64_t more = args.q_out ? (bytes / 16 + kEach - 1) / kEach : 0;
+  int64_t more = args.q_out ? (bytes / 16 + kScoreThreads - 1) / kScoreThreads : 0;
   return dim3(static_cast<unsigned>(args.blocks + more));
 }
 

@@ -15,206 +15,9 @@
 // A victim's old page is resident and a winner's page is not, so no page is written twice in "hand out". Dependent reads
 // and barriers take the time, so a thread reads several entries at once, and what a phase learns waits in shared memory.
 #pragma once
-#include "common.cuh"
+#include "claim.cuh"
 
 namespace skv {
-
-constexpr int kMaxThreads = 1024;
-constexpr int kKeysInRegisters = 16;  // stamps per thread; more slots than 16 * threads are read from memory again
-constexpr int kBatch = 4;             // entries that a thread reads at once
-constexpr int kCandidates = 2048;     // entries that claim and find room in shared memory; more take a slower path
-constexpr int kAges = 512;            // bins of the histogram of ages
-constexpr int kMarks = 512;           // words of marks, one bit per entry; more entries take the slower path, too
-static_assert(kAges + kMarks == kMaxThreads, "find_bin gives each thread one of them");
-constexpr int kCopies = 8;            // of each bin, so that a warp with one age does not queue at one word
-constexpr int kFree = INT32_MAX;      // age of a free slot
-
-enum Mode { kResolve, kPrefetch, kInstall };
-
-// The pages that one head is asked for, numbered in order of preference.
-struct Entries {
-  const SkvResolve* request;
-  int64_t heads;
-  int head;
-  int count;
-  bool by_rank;  // entry = rank * n + request instead of request * width + rank
-  bool reversed;
-
-  __device__ __forceinline__ int request_of(int e) const {
-    return by_rank ? e % static_cast<int>(request->n) : e / static_cast<int>(request->width);
-  }
-  __device__ __forceinline__ int rank_of(int e) const {
-    return by_rank ? e / static_cast<int>(request->n) : e % static_cast<int>(request->width);
-  }
-  __device__ __forceinline__ int64_t offset(int n, int rank) const {
-    int64_t row = request->index.data ? get(request->index, n) : n;
-    if (reversed) rank = static_cast<int>(request->width) - 1 - rank;
-    return row * request->stride_n + head * request->stride_head + rank;
-  }
-  __device__ __forceinline__ int page(int n, int rank, const SkvView& view) const {
-    if (request->active && !request->active[n]) return kNone;
-    int64_t page = get(request->pages, offset(n, rank));
-    if (page >= 0 && request->table) {
-      int64_t closed = request->closed.data ? get(request->closed, n) : request->table_width;
-      page = page < closed && page < request->table_width ? request->table[n * request->table_width + page] : kNone;
-    }
-    return page >= 0 && page < view.pages ? static_cast<int>(page) : kNone;
-  }
-  __device__ __forceinline__ int page(int e, const SkvView& view) const { return page(request_of(e), rank_of(e), view); }
-  // Place of the entry in a [n][heads][width] result.
-  __device__ __forceinline__ int64_t result(int e) const {
-    return (static_cast<int64_t>(request_of(e)) * heads + head) * request->width + rank_of(e);
-  }
-  __device__ __forceinline__ int tokens(int e, const SkvView& view) const {
-    if (!request->tokens.data) return static_cast<int>(view.page_size);
-    return static_cast<int>(get(request->tokens, offset(request_of(e), rank_of(e))));
-  }
-};
-
-struct TableScratch {
-  BlockScratch block;
-  int tally[kCounters];
-  int first;    // row of the head's first unit in the list
-  int kept;     // units that got a slot
-  int claimed;  // entries that claimed a unit
-  int won;      // units that are missing
-  int forced;   // hits that are brought again
-  int bin, before;
-  union {
-    int ages[kAges * kCopies];
-    int victims[kAges * kCopies];  // once the histogram has told how old they are
-  };
-  unsigned marks[kMarks];     // entries that won
-  int marks_before[kMarks];   // of the words before
-  int2 candidates[kCandidates];  // page, entry
-  uint16_t winners[kCandidates];
-};
-
-__device__ __forceinline__ int* slot_row(const SkvView& view, int head) { return view.slot_of + head * view.pages; }
-
-// Clears a slot's "fetched ahead" flag; true for the one caller that found it set. The atomic takes the flag's whole word:
-// allocations are rounded up to far more than that.
-__device__ __forceinline__ bool take_ahead(const SkvView& view, int64_t slot_index) {
-  uint8_t* flag = view.ahead + slot_index;
-  if (__ldcg(flag) == 0) return false;
-  auto address = reinterpret_cast<uintptr_t>(flag);
-  auto* word = reinterpret_cast<unsigned*>(address & ~uintptr_t(3));
-  unsigned mask = 0xffu << ((address & 3) * 8);
-  return (atomicAnd(word, ~mask) & mask) != 0;
-}
-
-__device__ __forceinline__ void count(TableScratch& scratch, Counter counter, int value) {
-  int sum = __reduce_add_sync(kAll, value);
-  if (lane_id() == 0 && sum) atomicAdd(&scratch.tally[counter], sum);
-}
-
-__device__ __forceinline__ void clear_ages(TableScratch& scratch) {
-  for (int i = threadIdx.x; i < kAges * kCopies; i += blockDim.x) scratch.ages[i] = 0;
-}
-
-__device__ __forceinline__ void begin_tally(TableScratch& scratch) {
-  if (threadIdx.x < kCounters) scratch.tally[threadIdx.x] = 0;
-  if (threadIdx.x == 0) scratch.claimed = scratch.won = scratch.kept = scratch.forced = 0;
-  clear_ages(scratch);
-  for (int i = threadIdx.x; i < kMarks; i += blockDim.x) scratch.marks[i] = 0;
-  __syncthreads();
-}
-
-// After the last count() and a barrier.
-__device__ __forceinline__ void add_tally(const SkvView& view, const TableScratch& scratch) {
-  if (threadIdx.x < kCounters && scratch.tally[threadIdx.x])
-    atomicAdd(reinterpret_cast<Counter64*>(view.counters) + threadIdx.x, static_cast<Counter64>(scratch.tally[threadIdx.x]));
-}
-
-// Claims the units of those lanes that say so; whole warps call it.
-__device__ __forceinline__ void claim(int* slot_of, int page, int entry, bool missing, TableScratch& scratch) {
-  unsigned votes = __ballot_sync(kAll, missing);
-  if (votes == 0) return;
-  int start = lane_id() == 0 ? atomicAdd(&scratch.claimed, __popc(votes)) : 0;
-  start = __shfl_sync(kAll, start, 0);
-  if (!missing) return;
-  int place = start + __popc(votes & lanes_below());
-  if (place < kCandidates) scratch.candidates[place] = make_int2(page, entry);
-  atomicMin(slot_of + page, kClaim + entry);
-}
-
-// Adds a missing unit to its request's account.
-__device__ __forceinline__ void charge(const SkvResolve& request, int n, int column) {
-  if (request.fetched) atomicAdd(request.fetched + 2 * get(request.owner, n) + column, 1);
-}
-
-// Stamps what is resident (unless told not to) and claims what is not. True when a unit is missing. Ends with a barrier.
-__device__ __forceinline__ bool claim_selection(const SkvView& view, const Entries& entries, int step, bool tally,
-                                                bool stamp, int* slots, TableScratch& scratch) {
-  int* slot_of = slot_row(view, entries.head);
-  int64_t base = entries.head * view.slots;
-  int selected = 0, hit = 0, useful = 0;
-  for (int first = warp_id() * 32 * kBatch; first < entries.count; first += blockDim.x * kBatch) {
-    int page[kBatch], slot[kBatch];
-    bool ahead[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      int e = first + j * 32 + lane_id();
-      page[j] = e < entries.count ? entries.page(e, view) : kNone;
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) slot[j] = page[j] >= 0 ? __ldcg(slot_of + page[j]) : kNone;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) ahead[j] = stamp && slot[j] >= 0 && __ldcg(view.ahead + base + slot[j]) != 0;
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      int e = first + j * 32 + lane_id();
-      selected += page[j] >= 0;
-      hit += slot[j] >= 0;
-      if (stamp && slot[j] >= 0) view.stamp[base + slot[j]] = step;
-      if (ahead[j]) useful += take_ahead(view, base + slot[j]);
-      if (slots && e < entries.count) slots[entries.result(e)] = max(slot[j], kNone);
-      bool missing = page[j] >= 0 && slot[j] < 0;
-      claim(slot_of, page[j], e, missing, scratch);
-      if (missing) charge(*entries.request, entries.request_of(e), 0);
-    }
-  }
-  if (tally) {
-    count(scratch, kSelected, selected);
-    count(scratch, kHit, hit);
-  }
-  count(scratch, kUseful, useful);
-  __syncthreads();
-  return scratch.claimed > 0;
-}
-
-// The same for predicted pages: one warp per request counts its missing units in order of rank, up to `cap`.
-__device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int cap,
-                                                TableScratch& scratch) {
-  int* slot_of = slot_row(view, entries.head);
-  int64_t base = entries.head * view.slots;
-  int width = static_cast<int>(entries.request->width), requests = static_cast<int>(entries.request->n);
-  for (int n = warp_id(); n < requests && cap >= 0; n += blockDim.x >> 5) {
-    int seen = 0;
-    for (int first = 0; first < width; first += 32 * kBatch) {
-      int page[kBatch], slot[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        int rank = first + j * 32 + lane_id();
-        page[j] = rank < width ? entries.page(n, rank, view) : kNone;
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) slot[j] = page[j] >= 0 ? __ldcg(slot_of + page[j]) : kNone;
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        bool missing = page[j] >= 0 && slot[j] < 0;
-        unsigned votes = __ballot_sync(kAll, missing);
-        bool within = missing && seen + __popc(votes & lanes_below()) < cap;
-        claim(slot_of, page[j], (first + j * 32 + lane_id()) * requests + n, within, scratch);
-        if (within) charge(*entries.request, n, 1);
-        if (slot[j] >= 0) atomicMax(view.stamp + base + slot[j], step);
-        seen += __popc(votes);
-      }
-    }
-  }
-  __syncthreads();
-  return scratch.claimed > 0;
-}
 
 // Marks the winners among the candidates; scratch.won counts them.
 __device__ __forceinline__ void find_winners(const SkvView& view, const Entries& entries, TableScratch& scratch) {
@@ -326,11 +129,25 @@ __device__ __forceinline__ int find_bin(TableScratch& scratch, int wanted) {
   return total;
 }
 
+// Adds a head's units to its job's and returns the row of the first of them; one thread of each of the job's blocks calls
+// it, once. The last block publishes the number of units and leaves the cursor as the next call expects it.
+__device__ __forceinline__ int take_rows(const SkvView& view, const SkvWork& work, const SkvResolve& request, int job,
+                                         int units) {
+  auto* cursor = reinterpret_cast<Counter64*>(work.cursor) + job;  // blocks in the upper half, units in the lower
+  Counter64 before = atomicAdd(cursor, Counter64(1) << 32 | static_cast<unsigned>(units));
+  int first = static_cast<int>(static_cast<unsigned>(before));
+  if (static_cast<int64_t>(before >> 32) == view.heads - 1) {
+    *request.count = first + units;
+    *cursor = 0;
+  }
+  return first;
+}
+
 // Gives the missing units a slot each, as far as they reach: the oldest slots, ties to the lower one. Writes the units'
-// rows from `units` on and leaves their number in scratch.kept. All threads of the block call it after a claim, with the
-// histogram cleared. Ends with a barrier.
+// rows from `units` on, where their job has room or, without a job (negative), from first_row on, and leaves their number
+// in scratch.kept. All threads of the block call it after a claim, with the histogram cleared. Ends with a barrier.
 __device__ __forceinline__ void hand_out(const SkvView& view, const Entries& entries, const SkvWork& work, int step,
-                                         Mode mode, bool must, int* list, int4* units, int* cursor, int first_row,
+                                         Mode mode, bool must, int* list, int4* units, int job, int first_row,
                                          TableScratch& scratch) {
   int head = entries.head;
   int* slot_of = slot_row(view, head);
@@ -355,7 +172,7 @@ __device__ __forceinline__ void hand_out(const SkvView& view, const Entries& ent
       work.error[3] = usable;
     }
     scratch.kept = kept;
-    scratch.first = cursor ? atomicAdd(cursor, kept) : first_row;
+    scratch.first = job >= 0 ? take_rows(view, work, *entries.request, job, kept) : first_row;
   }
   int limit = scratch.bin, all_older = scratch.before;
   if (!listed) number_candidates(scratch);
@@ -445,13 +262,13 @@ __device__ __forceinline__ void hand_out(const SkvView& view, const Entries& ent
 }
 
 // Where the units that were missing went, for every entry that asked for one.
-__device__ __forceinline__ void write_slots(const SkvView& view, const Entries& entries, int* slots,
+__device__ __forceinline__ void write_slots(const SkvView& view, const Entries& entries, const PageTable& table,
                                             const TableScratch& scratch) {
   const int* slot_of = slot_row(view, entries.head);
   bool listed = scratch.claimed > kCandidates;
   for (int i = threadIdx.x; i < (listed ? entries.count : scratch.claimed); i += blockDim.x) {
     int2 candidate = listed ? make_int2(entries.page(i, view), i) : scratch.candidates[i];
-    if (candidate.x >= 0) slots[entries.result(candidate.y)] = __ldcg(slot_of + candidate.x);
+    if (candidate.x >= 0) tell(entries, table, candidate.y, __ldcg(slot_of + candidate.x));
   }
 }
 

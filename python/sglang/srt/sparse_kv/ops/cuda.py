@@ -172,7 +172,10 @@ def score(q, landmarks, table, lo, hi, scale: float, inputs: Inputs | None = Non
 
 
 def select(scores, table, length, active, shape, budget_pages: int, keep=None) -> Selection:
-    """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]. keep: its rows may be strided."""
+    """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]. keep: its rows may be strided.
+
+    With a handle, the other tensors must be older than that score: they are read while it runs.
+    """
     if budget_pages > MAX_BUDGET_PAGES:
         raise ValueError(f"select: at most {MAX_BUDGET_PAGES} pages of budget, got {budget_pages}")
     device = table.device
@@ -193,8 +196,8 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None) -
         raise ValueError(f"select: keep must be rows of at least {budget_pages} int32, got {list(predicted.shape)}")
     args.keep = ints(None if keep is None else keep[1], "keep")
     args.keep_stride, args.keep_stride_head = predicted.stride(0), predicted.stride(1)
-    if keys_in_global_memory(device, width):
-        args.keys = pointer(workspace(device).buffer("keys", n * rows * heads * width, torch.int32))
+    if scores_in_global_memory(device, width):
+        args.rest = pointer(workspace(device).buffer("scores", n * rows * heads * width, torch.float32))
     args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)
     args.pages, args.num_pages, args.predicted = pointer(pages), pointer(num_pages), pointer(predicted)
     args.page_size, args.sinks, args.window = shape.page_size, shape.sink_pages, shape.window
@@ -204,10 +207,10 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None) -
 
 
 @lru_cache
-def keys_in_global_memory(device: torch.device, width: int) -> bool:
+def scores_in_global_memory(device: torch.device, width: int) -> bool:
     """Whether a row of scores is too wide for shared memory."""
     library = build.library()
-    return library.skv_select_shared(width) + 4 * width + 1024 > library.skv_shared_limit(device.index or 0)
+    return library.skv_select_shared(width) > library.skv_shared_limit(device.index or 0)
 
 
 # ---------------------------------------------------------------- the page cache's tables
