@@ -127,3 +127,4 @@ def test_without_graphs_there_is_nothing_to_choose():
 
 def test_few_sizes_are_captured_again():
     assert planner.graph_sizes([*range(1, 9), *range(10, 33, 2), 37]) == [1, 2, 3, 4, 8, 16, 24, 32, 37]
+    assert planner.graph_sizes(range(40, 130)) == [48, 64, 96, 128, 129]
