@@ -11,40 +11,70 @@ constexpr int kTeam = 256;
 constexpr int kTeams = 4;  // of a block
 constexpr int64_t kStoreBlocks = 8;
 
-__device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head) {
-  int dim = static_cast<int>(view.head_dim), element = element_bytes(view.dtype);
-  int bytes = dim * element, pieces = bytes >> 4;
-  int64_t half = view.page_size * bytes, unit = 2 * half;
-  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
-  auto row = [&](const void* base, int64_t stride, int64_t t) {
-    return static_cast<const char*>(base) + (t * stride + head * dim) * element;
-  };
-  if (args.through) {
-    for (int i = threadIdx.x % kTeam; i < 2 * tokens * pieces; i += kTeam) {
-      bool is_value = i >= tokens * pieces;
-      int j = is_value ? i - tokens * pieces : i;
-      int64_t t = first + j / pieces, loc = get(args.loc, t);
-      if (loc < 0 || loc >= view.pages * view.page_size) continue;
-      auto* source = reinterpret_cast<const int4*>(is_value ? row(args.v, args.stride_v, t) : row(args.k, args.stride_k, t));
-      char* target = static_cast<char*>(view.host) + (loc / view.page_size * view.heads + head) * unit +
-                     (is_value ? half : 0) + loc % view.page_size * bytes;
-      reinterpret_cast<int4*>(target)[j % pieces] = source[j % pieces];
+constexpr int kVector = 4;   // elements that a lane takes at once
+constexpr int kInFlight = 8;  // rows of a page that a warp loads before it adds them up; page sizes are multiples of it
+
+template <typename T>
+struct alignas(kVector * sizeof(T)) Vector {
+  T x[kVector];
+};
+
+__device__ __forceinline__ const char* row_of(const SkvView& view, const void* base, int64_t stride, int64_t t, int head) {
+  return static_cast<const char*>(base) + (t * stride + head * view.head_dim) * element_bytes(view.dtype);
+}
+
+// The landmark of the page that token t closes: the mean of its keys. One warp calls it.
+template <typename T>
+__device__ __forceinline__ void summarise(const SkvView& view, const SkvChunk& args, int64_t t, int64_t loc, int head) {
+  int size = static_cast<int>(view.page_size), dim = static_cast<int>(view.head_dim), lane = lane_id();
+  int64_t unit = (loc / size * view.heads + head);
+  const T* stored = static_cast<const T*>(view.host) + unit * 2 * size * dim;
+  // A key of this chunk is taken from it: its copy on the host may still be on its way.
+  unsigned inside = __ballot_sync(kAll, lane < size && t >= lane && get(args.loc, t - lane) == loc - lane);
+  for (int d = lane * kVector; d < dim; d += 32 * kVector) {
+    float sum[kVector] = {};
+    for (int last = size - 1; last >= 0; last -= kInFlight) {
+      Vector<T> keys[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        int back = last - i;
+        const T* key = inside >> back & 1 ? reinterpret_cast<const T*>(row_of(view, args.k, args.stride_k, t - back, head))
+                                          : stored + (size - 1 - back) * dim;
+        keys[i] = *reinterpret_cast<const Vector<T>*>(key + d);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i)
+        for (int j = 0; j < kVector; ++j) sum[j] += to_float(keys[i].x[j]);
     }
+    for (int j = 0; j < kVector; ++j)
+      store_element(view.landmarks, unit * dim + d + j, view.landmark_dtype, sum[j] / static_cast<float>(size));
+  }
+}
+
+__device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head) {
+  int bytes = static_cast<int>(view.head_dim) * element_bytes(view.dtype), pieces = bytes >> 4;
+  int64_t half = view.page_size * bytes, unit = 2 * half, slots = view.pages * view.page_size;
+  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
+  for (int i = threadIdx.x % kTeam; args.through && i < tokens * pieces; i += kTeam) {
+    int64_t t = first + i / pieces;
+    int4 key = reinterpret_cast<const int4*>(row_of(view, args.k, args.stride_k, t, head))[i % pieces];
+    int4 value = reinterpret_cast<const int4*>(row_of(view, args.v, args.stride_v, t, head))[i % pieces];
+    int64_t loc = get(args.loc, t);
+    if (loc < 0 || loc >= slots) continue;
+    char* target = static_cast<char*>(view.host) + (loc / view.page_size * view.heads + head) * unit +
+                   loc % view.page_size * bytes;
+    reinterpret_cast<int4*>(target)[i % pieces] = key;
+    reinterpret_cast<int4*>(target + half)[i % pieces] = value;
   }
   for (int64_t t = first + warp_id() % (kTeam / 32); t < first + tokens; t += kTeam / 32) {
-    int64_t loc = get(args.loc, t), page = loc / view.page_size;
-    if (loc < 0 || page >= view.pages || loc % view.page_size != view.page_size - 1) continue;
-    const char* keys = static_cast<const char*>(view.host) + (page * view.heads + head) * unit;
-    for (int d = lane_id(); d < dim; d += 32) {
-      float sum = 0;
-      for (int back = static_cast<int>(view.page_size) - 1; back >= 0; --back) {
-        // A key of this chunk is taken from it: its copy on the host may still be on its way.
-        bool inside = t >= back && get(args.loc, t - back) == loc - back;
-        sum += inside ? load_element(row(args.k, args.stride_k, t - back), d, view.dtype)
-                      : load_element(keys, (view.page_size - 1 - back) * dim + d, view.dtype);
-      }
-      store_element(view.landmarks, (page * view.heads + head) * dim + d, view.landmark_dtype,
-                    sum / static_cast<float>(view.page_size));
+    int64_t loc = get(args.loc, t);
+    if (loc < 0 || loc >= slots || loc % view.page_size != view.page_size - 1) continue;
+    if (view.dtype == SKV_BF16) {
+      summarise<__nv_bfloat16>(view, args, t, loc, head);
+    } else if (view.dtype == SKV_FP16) {
+      summarise<__half>(view, args, t, loc, head);
+    } else {
+      summarise<float>(view, args, t, loc, head);
     }
   }
 }
