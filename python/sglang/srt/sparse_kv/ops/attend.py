@@ -146,11 +146,12 @@ def attend(
         args.indptr, args.indices, args.last_page = map(pointer, (plan.indptr, plan.indices, plan.last_page))
         args.q_out = pointer(ordered) if inputs.needs_order else None
         launch("attend_prepare", q.device, kernel_view, args)
+    if rows == 2:  # copies, if any, before attention: the last kernel reads them while attention's may still run
+        k_row1 = inner_contiguous(k_row1, "k_row1", view.kv.dtype)
+        v_row1 = inner_contiguous(v_row1, "v_row1", view.kv.dtype)
     partial, lse = plan.run(ordered, view.kv.view(heads * capacity, 2, page_size, dim))
     if rows == 1:
         return partial.view(n, 1, heads, group, dim)
-    k_row1 = inner_contiguous(k_row1, "k_row1", view.kv.dtype)
-    v_row1 = inner_contiguous(v_row1, "v_row1", view.kv.dtype)
     out = torch.empty((n, rows, heads, group, dim), dtype=q.dtype, device=q.device)
     args.k_row1, args.stride_k = pointer(k_row1), k_row1.stride(0)
     args.v_row1, args.stride_v = pointer(v_row1), v_row1.stride(0)
