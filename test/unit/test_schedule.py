@@ -125,7 +125,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
             mine = flying.setdefault(view.kv.data_ptr(), [])
             if landed(view):
                 mine.clear()
-            if name in ("plan_prefetch", "install"):
+            if name == "plan_prefetch":
                 mine.append(found)
             for plan in kwargs.get("beside", ()):
                 flying.setdefault(plan.view.kv.data_ptr(), []).append(plan.fetch)
@@ -137,7 +137,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
 
         setattr(runtime.ops, name, watched)
 
-    names = {"resolve", "plan_prefetch", "append", "clear", "install", "invalidate"}
+    names = {"resolve", "plan_prefetch", "append", "clear", "refresh"}
     for name in names:
         watch(name)
     for _ in range(5):
