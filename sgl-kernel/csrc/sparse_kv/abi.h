@@ -151,13 +151,13 @@ struct SkvGather {
 };
 
 struct SkvStage {
-  SkvInts pages;  // [count]
+  SkvInts pages;   // [count]
+  SkvInts tokens;  // [count] of each; null data: every page is full
   void* target;   // [2][heads][count * page_size][head_dim], keys and values
   int64_t stride_values;  // from the keys to the values
   int64_t stride_head;
   int32_t* list;     // [count * heads] scratch: units that are not resident
   int32_t* missing;  // [1] scratch: how many they are
-  const int32_t* kept;  // [1] units that were just brought into slots, counted as the host's; or null
   int64_t count;
   int64_t blocks;  // of the movers
 };

@@ -7,23 +7,35 @@ constexpr int kPlainThreads = 512;
 constexpr int kResidentThreads = 256;
 constexpr unsigned kResidentBlocks = 128;
 
-// Units of whole pages into the planes of a staging slot, from the host: unit i is head i % heads of page i / heads.
+// Units that are not resident, from the host into the planes of a staging slot, and into the slot that they were given, if
+// they were given one. Unit i is head i % heads of page i / heads; rows are page, head, place in the staging slot, and
+// slot + 1 and tokens together.
 struct StagedRows {
+  static constexpr bool kTwice = true;
+  static constexpr int kTokens = 64;  // more than a page has
+  const SkvView& view;
   const SkvStage& args;
-  int heads;
-  int page_size;
   int first;
   int stride;
   int count;
   __device__ __forceinline__ int4 load(int i) const {
-    int unit = __ldcg(args.list + first + i * stride);
-    return make_int4(static_cast<int>(get(args.pages, unit / heads)), unit % heads, unit / heads, page_size);
+    int heads = static_cast<int>(view.heads);
+    int unit = __ldcg(args.list + first + i * stride), place = unit / heads, head = unit % heads;
+    int64_t page = get(args.pages, place);
+    bool known = page >= 0 && page < view.pages;
+    int slot = known ? __ldcg(view.slot_of + head * view.pages + page) : kNone;
+    int tokens = args.tokens.data ? static_cast<int>(get(args.tokens, place)) : static_cast<int>(view.page_size);
+    return make_int4(static_cast<int>(page), head, place, (max(slot, kNone) + 1) * kTokens + tokens);
   }
-  __device__ __forceinline__ Unit unit(const SkvView& view, int4 row) const {
-    Unit found = locate(view, row);
+  __device__ __forceinline__ Unit unit(const SkvView&, int4 row) const {
+    Unit found = locate(view, make_int4(row.x, row.y, 0, row.w % kTokens));
     found.to = staged(view, args, row.y, row.z);
     found.to_values = found.to + args.stride_values * element_bytes(view.dtype);
     return found;
+  }
+  __device__ __forceinline__ char* second(const SkvView&, int4 row) const {
+    int64_t slot = row.w / kTokens - 1;
+    return slot < 0 ? nullptr : static_cast<char*>(view.kv) + (row.y * view.slots + slot) * unit_bytes(view);
   }
   // Where the keys of page number `place` go.
   static __device__ __forceinline__ char* staged(const SkvView& view, const SkvStage& args, int head, int place) {
@@ -73,10 +85,6 @@ __global__ void __launch_bounds__(kResidentThreads)
   int heads = static_cast<int>(view.heads), total = static_cast<int>(args.count) * heads;
   int64_t unit = unit_bytes(view);
   auto* counters = reinterpret_cast<Counter64*>(view.counters);
-  if (args.kept && blockIdx.x == 0 && threadIdx.x == 0) {
-    atomicAdd(counters + kPrefixHost, static_cast<Counter64>(*args.kept));
-    atomicAdd(counters + kPrefixCache, static_cast<Counter64>(-static_cast<int64_t>(*args.kept)));
-  }
   int warps = static_cast<int>(gridDim.x * blockDim.x) >> 5;
   int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >> 5;
   for (int start = warp * 32; start < total; start += warps * 32) {
@@ -111,8 +119,7 @@ __global__ void stage_missing_kernel(const __grid_constant__ SkvView view, const
   SKV_DYNAMIC_SHARED(stages);
   __shared__ MoverScratch scratch;
   wait_for_previous_kernel();
-  StagedRows rows{args, static_cast<int>(view.heads), static_cast<int>(view.page_size), static_cast<int>(blockIdx.x),
-                  static_cast<int>(gridDim.x), share(__ldcg(args.missing))};
+  StagedRows rows{view, args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), share(__ldcg(args.missing))};
   if (rows.count > 0) move<kBulk>(view, rows, stages, num_stages, scratch, nullptr);
 }
 
@@ -142,20 +149,15 @@ static int set_to_zero(int32_t* word, [[maybe_unused]] const Launch& where) {
 
 extern "C" int skv_resolve(const SkvView*, const SkvWork*, const SkvResolve*, const Launch*);
 
-// Beforehand, those of the pages that are not resident take slots, if there is an install, and are brought there.
+// Resident units first, then slots for the others, if there is an install, and then the others.
 SKV_EXPORT int skv_stage(const SkvView* view, const SkvWork* work, const SkvResolve* install, const SkvStage* args,
                          const Launch* where) {
-  if (install) {
-    int status = skv_resolve(view, work, install, where);
-    SkvGather gather{install->units, install->count, args->blocks, 0};
-    if (!status) status = skv_gather(view, work, &gather, where);
-    if (status) return status;
-  }
   if (int status = set_to_zero(args->missing, *where)) return status;
   unsigned warps = static_cast<unsigned>((args->count * view->heads + 31) / 32);
   unsigned wide = (warps * 32 + kResidentThreads - 1) / kResidentThreads;
   int status = launch(*where, stage_resident_kernel, dim3(wide < kResidentBlocks ? wide : kResidentBlocks),
                       kResidentThreads, 0, *view, *args);
+  if (!status && install) status = skv_resolve(view, work, install, where);
   if (status) return status;
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk ? mover_stages(*view, where->device) : 0;

@@ -37,6 +37,7 @@ __device__ __forceinline__ Unit locate(const SkvView& view, int4 row) {
 
 // Rows of (page, head, slot, tokens): item i of this mover is row first + i * stride.
 struct UnitRows {
+  static constexpr bool kTwice = false;  // whether units also go to a second place, second(view, row), unless that is null
   const int4* rows;
   int first;
   int stride;
@@ -47,6 +48,7 @@ struct UnitRows {
 
 // Rows of two lists, one behind the other; item i of this mover is row first + i * stride of both.
 struct JoinedRows {
+  static constexpr bool kTwice = false;
   const int4* own;
   int own_count;
   const int4* more;
@@ -115,7 +117,8 @@ __device__ __forceinline__ void move_bulk(const SkvView& view, const Rows& rows,
             bulk_load(stage + unit.half, unit.from + unit.half, unit.bytes, full);
           }
         }
-        Unit unit = rows.unit(view, scratch.ring[i / 32 % kRingBlocks][i % 32]);
+        int4 row = scratch.ring[i / 32 % kRingBlocks][i % 32];
+        Unit unit = rows.unit(view, row);
         const char* stage = stages + i % num_stages * stage_bytes;
         barrier_wait(&scratch.full[i % num_stages], i / num_stages & 1);
         if (unit.bytes == unit.half && unit.to_values == unit.to + unit.half) {
@@ -123,6 +126,15 @@ __device__ __forceinline__ void move_bulk(const SkvView& view, const Rows& rows,
         } else if (unit.bytes > 0) {
           bulk_store(unit.to, stage, unit.bytes);
           bulk_store(unit.to_values, stage + unit.half, unit.bytes);
+        }
+        if constexpr (Rows::kTwice) {
+          char* second = rows.second(view, row);
+          if (second && unit.bytes == unit.half) {
+            bulk_store(second, stage, 2 * unit.half);
+          } else if (second && unit.bytes > 0) {
+            bulk_store(second, stage, unit.bytes);
+            bulk_store(second + unit.half, stage + unit.half, unit.bytes);
+          }
         }
         bulk_commit();
       }
@@ -140,9 +152,17 @@ template <typename Rows>
 __device__ __forceinline__ void move_plain(const SkvView& view, const Rows& rows, const int32_t* urgent) {
   for (int i = warp_id(); i < rows.count; i += blockDim.x >> 5) {
     if (urgent && !stand_back(urgent)) urgent = nullptr;
-    Unit unit = rows.unit(view, rows.load(i));
+    int4 row = rows.load(i);
+    Unit unit = rows.unit(view, row);
     copy16(unit.to, unit.from, unit.bytes, lane_id(), 32);
     copy16(unit.to_values, unit.from + unit.half, unit.bytes, lane_id(), 32);
+    if constexpr (Rows::kTwice) {
+      char* second = rows.second(view, row);
+      if (!second) continue;
+      __syncwarp();
+      copy16(second, unit.to, unit.bytes, lane_id(), 32);  // what has crossed the link
+      copy16(second + unit.half, unit.to_values, unit.bytes, lane_id(), 32);
+    }
   }
 }
 

@@ -51,7 +51,9 @@ Select: Any = _struct(
     "window:i budget:i width:i",
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
-Stage: Any = _struct("Stage", "pages:n target:p stride_values:i stride_head:i list:p missing:p kept:p count:i blocks:i")
+Stage: Any = _struct(
+    "Stage", "pages:n tokens:n target:p stride_values:i stride_head:i list:p missing:p count:i blocks:i"
+)
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
 Step: Any = _struct(
     "Step",

@@ -380,16 +380,16 @@ def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, 
             f"{list(target.shape)} with strides {target.stride()}"
         )
     device = target.device
-    install, fetch = (None, None) if step is None else _entering(view, pages, tokens, step)
+    install, _fetch = (None, None) if step is None else _entering(view, pages, tokens, step)
     scratch = torch.empty(1 + count * heads, dtype=torch.int32, device=device)
     args = abi.Stage(
         pages=ints(pages, "pages"),
+        tokens=ints(tokens, "tokens"),
         target=pointer(target),
         stride_values=target.stride(0),
         stride_head=target.stride(1),
         missing=pointer(scratch),
         list=pointer(scratch[1:]),
-        kept=pointer(fetch.count if fetch else None),
         count=count,
         blocks=blocks or _mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
     )

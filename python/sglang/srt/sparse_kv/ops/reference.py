@@ -398,23 +398,19 @@ def gather(view: LayerView, fetch: Fetch) -> None:
 
 def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor, tokens=None, step=None) -> None:
     """Copies pages of a prefix, int [M], into target [2, H, M*P, D] (keys, values) on the device: units that are
-    resident from their slots, the rest from the host. With a step, pages that are not resident take slots with stamp <
-    step first, as far as slots reach, where decode will find them; tokens int [M] of each.
+    resident from their slots, the rest from the host. With a step, those also take slots with stamp < step, as far as
+    slots reach, where decode will find them; tokens int [M] of each page, None when all are full.
     """
-    brought = 0
-    if step is not None:
-        fetch = install(view, pages, tokens, step)
-        gather(view, fetch)
-        brought = int(fetch.count)
-    pages = pages.long()
-    units = view.host[pages].to(view.kv.device)  # [M, H, 2, P, D]
-    slots = view.slot_of[:, pages].T.long()  # [M, H]
+    long = pages.long()
+    units = view.host[long].to(view.kv.device)  # [M, H, 2, P, D]
+    slots = view.slot_of[:, long].T.long()  # [M, H]
     place, head = (slots >= 0).nonzero(as_tuple=True)
     units[place, head] = view.kv[head, slots[place, head]]
     target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
-    cached = place.numel() - brought
-    view.counters[PREFIX_CACHE] += cached
-    view.counters[PREFIX_HOST] += slots.numel() - cached
+    view.counters[PREFIX_CACHE] += place.numel()
+    view.counters[PREFIX_HOST] += slots.numel() - place.numel()
+    if step is not None:
+        gather(view, install(view, pages, tokens, step))
 
 
 def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
