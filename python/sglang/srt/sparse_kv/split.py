@@ -138,9 +138,9 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
                 f"more would take over {LANDMARK_SHARE:.0%} of the {given.free / 1e9:.1f} GB of GPU memory free for KV"
             )
             given = dataclasses.replace(given, host=host)
-    _check_cache_memory(config, geometry, given)
     auto = config.residency == "auto"
     options = [dataclasses.replace(config, residency=share) for share in RESIDENCIES] if auto else [config]
+    _check_cache_memory(options[-1], geometry, given)  # that which needs the least
     best: tuple[float, SparseKVConfig, int] | None = None
     most = 0
     for option in options:
