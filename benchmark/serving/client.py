@@ -168,6 +168,23 @@ def session() -> aiohttp.ClientSession:
     )
 
 
+def first_tokens(url: str, prompts: list[list[int]]) -> list[Trace]:
+    """Sends all prompts at once for one token each. Raises RuntimeError when one fails."""
+    sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+
+    async def ask() -> list[Trace]:
+        traces = [Trace() for _ in prompts]
+        async with session() as http:
+            await asyncio.gather(*(stream(http, url, p, sampling, t) for p, t in zip(prompts, traces, strict=True)))
+        return traces
+
+    traces = asyncio.run(ask())
+    for trace in traces:
+        if trace.error or not trace.times:
+            raise RuntimeError(f"a request failed: {trace.error or 'no token came'}")
+    return traces
+
+
 async def run_streams(
     url: str,
     prompts: list[list[int]],

@@ -15,7 +15,6 @@ sent while nothing else runs:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import datetime
 import json
 import shlex
@@ -26,7 +25,7 @@ from typing import Any
 
 from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.serving import options, policies, record, server
-from benchmark.serving.client import Trace, session, stream
+from benchmark.serving.client import first_tokens
 
 REPEATS = 3
 GROUP = 8
@@ -36,23 +35,6 @@ NEW_TOKENS = 200
 
 def say(text: str) -> None:
     print(f"[prefill] {text}", file=sys.stderr, flush=True)
-
-
-def first_tokens(url: str, prompts: list[list[int]]) -> list[Trace]:
-    """Sends all prompts at once for one token each. Raises RuntimeError when one fails."""
-
-    async def ask() -> list[Trace]:
-        traces = [Trace() for _ in prompts]
-        sampling = {"max_new_tokens": 1, "temperature": 0}
-        async with session() as http:
-            await asyncio.gather(*(stream(http, url, p, sampling, t) for p, t in zip(prompts, traces, strict=True)))
-        return traces
-
-    traces = asyncio.run(ask())
-    for trace in traces:
-        if trace.error or not trace.times:
-            raise RuntimeError(f"a request failed: {trace.error or 'no token came'}")
-    return traces
 
 
 class Measurement:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.serving import options, policies, server
-from benchmark.serving.client import Trace, run_streams, session, stream, window_of
+from benchmark.serving.client import first_tokens, run_streams, window_of
 from benchmark.serving.record import Record, difference
 
 _START = time.monotonic()
@@ -162,12 +162,12 @@ class Benchmark:
         """
         length = len(spare)
         start = time.monotonic()
-        self._ask(url, [spare], 1)
+        first_tokens(url, [spare])
         first = time.monotonic() - start
         server.flush(url)
         self.check_time(first * 1.1 * len(prompts) + _CELL_SECONDS)
         say(f"{variant}, {length} tokens: prefilling {len(prompts)} prompts, {first:.1f} s each at first")
-        alone = self._ask(url, prompts[:1], 1)[0].ttft
+        alone = first_tokens(url, prompts[:1])[0].ttft
         start = time.monotonic()
         self.prefill_all(url, prompts[1:])
         seconds = time.monotonic() - start
@@ -185,23 +185,8 @@ class Benchmark:
     def prefill_all(self, url: str, prompts: list[list[int]]) -> None:
         # A few at a time: enough to fill chunks, and progress can be shown.
         for at in range(0, len(prompts), 4):
-            self._ask(url, prompts[at : at + 4], 1)
+            first_tokens(url, prompts[at : at + 4])
             say(f"prefilled {min(at + 4, len(prompts))} of {len(prompts)}")
-
-    def _ask(self, url: str, prompts: list[list[int]], tokens: int) -> list[Trace]:
-        async def ask() -> list[Trace]:
-            traces = [Trace() for _ in prompts]
-            async with session() as http:
-                await asyncio.gather(
-                    *(stream(http, url, p, self.sampling(tokens, 0), t) for p, t in zip(prompts, traces, strict=True))
-                )
-            return traces
-
-        traces = asyncio.run(ask())
-        for trace in traces:
-            if trace.error or not trace.times:
-                raise RuntimeError(f"a prefill request failed: {trace.error}")
-        return traces
 
     def sampling(self, tokens: int, temperature: float) -> dict[str, Any]:
         return {
