@@ -19,7 +19,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-PROGRAMS = ("make", "python", "pip", "sglang", "sglang-sparse-kv", "curl", "uv")
+PROGRAMS = ("make", "python", "pip", "sglang", "sglang-sparse-kv", "curl", "uv", "prometheus")
 
 
 def blocks(text: str) -> Iterator[str]:

@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.corpus import Corpus, load_tokenizer
-from benchmark.serving import prefill, run, server, table
+from benchmark.models import check_inflation, inflate
+from benchmark.quality import fidelity
+from benchmark.serving import prefill, run, table
 
 
 def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, capsys):
@@ -34,13 +37,34 @@ def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, c
     assert "on_demand" in capsys.readouterr().out
 
 
-def test_a_second_turn_reads_its_prefix_from_the_cache_and_from_the_host(sparse, demo_model):
-    prompts = {208: Corpus().prompts(load_tokenizer(demo_model), 4, 208)}
-    started = server.state(sparse.url)["sparse_kv"]
-    found = prefill.Measurement(sparse.url, prompts, started).length(208, group=False)
-    assert found["cold_s"] > 0
+def test_first_tokens_are_measured(sparse, demo_model, tmp_path):
+    """A second turn reads its prefix from the cache, and from the host where that was emptied."""
+    output = tmp_path / "prefill.json"
+    arguments = ["--model", demo_model, "--output", str(output), "--url", sparse.url, "--device", "cpu"]
+    assert prefill.main([*arguments, "--variants", "sparse", "--lengths", "208"]) == 0
+    found = json.loads(output.read_text())["variants"]["sparse"]["lengths"]["208"]
+    assert found["cold_s"] > 0 and found["group_s"] > 0
     turns = found["second_turn"]
     assert turns["as_left"]["cached_tokens"] == turns["from_host"]["cached_tokens"] == 208
     units = 208 // 16 * 30 * 3 * prefill.REPEATS
     assert turns["as_left"]["units"] == {"prefix_cache": units, "prefix_host": 0}
     assert turns["from_host"]["units"] == {"prefix_cache": 0, "prefix_host": units}
+
+
+@pytest.mark.slow
+def test_scores_are_compared(demo_model, tmp_path, capsys):
+    output = tmp_path / "fidelity.json"
+    arguments = [demo_model, "--score", "mean", "exact", "--budget", "64", "--length", "400", "--tail", "24"]
+    assert fidelity.main([*arguments, "--each", "1", "--kind", "code", "--json", str(output)]) == 0
+    mean, exact = json.loads(output.read_text())["rows"]
+    assert mean["setting"].startswith("mean budget 64") and exact["setting"].startswith("exact budget 64")
+    assert "mean budget 64" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_is_inflated_and_checked(demo_model, tmp_path, capsys):
+    large = str(tmp_path / "tp8")
+    shape = ["--shape", "tp8", "--dtype", "float32", "--rope", "yarn", "--context", "16384"]
+    assert inflate.main([demo_model, large, *shape]) == 0
+    assert check_inflation.main([demo_model, large, "--tokens", "64", "--limit", "0.05"]) == 0
+    assert "inflated" in capsys.readouterr().out

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 ATTRIBUTE = "_sparse_kv"
 KEYWORDS = ("sparse_kv", "sparse_kv_budget", "sparse_kv_host_memory", "sparse_kv_config")
 
+# Keys of --sparse-kv-config: what has no flag of its own.
+SETTINGS = [f.name for f in dataclasses.fields(SparseKVConfig) if f"sparse_kv_{f.name}" not in KEYWORDS]
+
 # Carries the flags from the parsed namespace to the constructor, between which SGLang passes only its own fields.
 _flags: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("sparse_kv_flags", default=None)
 
@@ -59,8 +62,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparse-kv-config",
         metavar="JSON",
-        help="More settings as a JSON object: guide, residency, window, sinks, prefetch, lookahead, prefetch_cap, "
-        "cache_memory, ring, landmark_dtype, coupled_sampling, seed, debug.",
+        help=f"More settings as a JSON object: {', '.join(SETTINGS)}.",
     )
 
 
