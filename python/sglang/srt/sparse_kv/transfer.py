@@ -153,6 +153,7 @@ class StreamTransfer(Transfer):
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
         # A prefill's side kernels are small and its own are not: they go first, or each would wait for one of those.
         # Those that edit tables share one stream, because they share scratch.
         prefix = torch.cuda.Stream(device, priority=-1)
@@ -171,20 +172,23 @@ class StreamTransfer(Transfer):
         if urgent:
             copy()
             return
-        planned = torch.cuda.Event()
-        planned.record()
-        side = self.streams[way]
-        with torch.cuda.stream(side):
-            side.wait_event(planned)  # the tables and the descriptors that the copy reads
+        # Three a layer in a prefill: by index and by name, since torch looks long for a stream that nobody names.
+        here, side = torch.cuda.current_stream(self.index), self.streams[way]
+        planned, landed = torch.cuda.Event(), torch.cuda.Event()
+        planned.record(here)
+        side.wait_event(planned)  # the tables and the descriptors that the copy reads
+        torch.cuda.set_stream(side)
+        try:
             copy()
-            landed = torch.cuda.Event()
-            landed.record()
+        finally:
+            torch.cuda.set_stream(here)
+        landed.record(side)
         self.landed[lane] = landed
 
     def join(self, lane: Hashable) -> None:
         landed = self.landed.pop(lane, None)
         if landed is not None:
-            torch.cuda.current_stream(self.device).wait_event(landed)
+            torch.cuda.current_stream(self.index).wait_event(landed)
 
     def join_all(self) -> None:
         for lane in list(self.landed):

@@ -104,7 +104,7 @@ def launch(name: str, device: torch.device, *arguments) -> None:
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         overlap = OVERLAP_LAUNCHES and _can_overlap(index)
-        where = abi.Launch(torch.cuda.current_stream(index).cuda_stream, index, overlap)
+        where = abi.Launch(torch._C._cuda_getCurrentRawStream(index), index, overlap)
     else:
         where = abi.Launch(None, 0, 0)
     passed = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in (*arguments, where)]
