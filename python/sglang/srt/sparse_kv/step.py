@@ -65,8 +65,10 @@ class DecodeStep:
 
     def every_page(self, shape: SelectionShape, heads: int) -> Selection:
         """What is selected where no request has more pages than `shape` selects: all of them, the open page last."""
-        logical = torch.arange(shape.width, device=self.length.device)
-        pages = self.table.gather(1, logical.clamp(max=self.table.shape[1] - 1).expand(self.table.shape[0], -1))
-        number = torch.where(self.active, self.closed_pages + 1, 0).clamp(max=shape.width)
+        pages = self.table[:, : shape.width]
+        number = torch.where(self.active, self.closed_pages + 1, 0).clamp(max=pages.shape[1])
+        logical = torch.arange(pages.shape[1], device=pages.device)
         pages = torch.where(logical < number[:, None], pages, NONE)
+        if pages.shape[1] < shape.width:
+            pages = torch.nn.functional.pad(pages, (0, shape.width - pages.shape[1]), value=NONE)
         return Selection(pages[:, None].expand(-1, heads, -1).contiguous(), number.to(torch.int32), None)
