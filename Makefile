@@ -44,7 +44,7 @@ model: $(MODEL)/prepared ## convert the demo model
 serve: $(MODEL)/prepared ## serve the demo model on http://127.0.0.1:30000
 	@echo "Serving on http://$(HOST):$(PORT); ready when the log says so (up to two minutes). Stop with Ctrl-C." >&2
 	@SGLANG_PLATFORM=torch_cpu exec $(PY) -m sglang.launch_server --model-path $(MODEL) --host $(HOST) --port $(PORT) \
-	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle $(ARGS)
+	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle --enable-metrics $(ARGS)
 
 test: check $(MODEL)/prepared ## lint, types and the fast tests (under 15 minutes)
 	$(UNIT) -m "not slow" $(FOUND)

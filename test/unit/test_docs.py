@@ -190,10 +190,10 @@ def test_make_help_lists_what_is_shown():
 
 
 def test_make_serve_names_flags_that_exist(server_flags):
-    done = subprocess.run(["make", "--dry-run", "serve", "ARGS=--enable-metrics"], cwd=REPOSITORY, capture_output=True)
+    done = subprocess.run(["make", "--dry-run", "serve", "ARGS=--log-level info"], cwd=REPOSITORY, capture_output=True)
     (line,) = re.findall(r"-m sglang\.launch_server .*", done.stdout.decode().replace("\\\n", " "))
     named = flags(shlex.split(line))
-    assert {"--sparse-kv", "--device", "--enable-metrics"} <= named <= server_flags
+    assert {"--sparse-kv", "--device", "--enable-metrics", "--log-level"} <= named <= server_flags
 
 
 # Who runs what is shown: a test, CI, a dated run on a GPU whose figures the document links to, or the list in
