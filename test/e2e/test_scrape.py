@@ -28,6 +28,9 @@ def test_a_request_shows_at_metrics(sparse):
     sparse.policy(budget=256, cache_slots=64)
     before = scrape(sparse.url)
     sparse.ask(excerpt("code", 6000), tokens=40)  # five intervals of the log; shorter requests have no guide at first
+    for values in ({"budget": 256, "cache_slots": 64}, {"skip_scores": True}):  # the second selects every page
+        sparse.policy(rows=1, **values)
+        sparse.ask(excerpt("code", 3000), tokens=16)
     after = scrape(sparse.url)
     for name, _ in (*prometheus.LAYER_COUNTERS.values(), *prometheus.COUNTERS.values()):
         if name != "prefetched_wasted_units_total":
