@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from sglang.srt.sparse_kv import transfer as transfer_module
 from sglang.srt.sparse_kv.geometry import SelectionShape
-from sglang.srt.sparse_kv.ops import cuda, launching
+from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, launching
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, Fetch, LayerView, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -336,12 +336,12 @@ def bench_prefill() -> None:
     k, v = (torch.randn((tokens, HEADS, DIM), device=DEVICE).to(DTYPE) for _ in range(2))
     loc = torch.arange(PAGE, PAGE + tokens, device=DEVICE)
     size = tokens * HEADS * DIM * 4
-    time_us = timed(lambda: cuda.store_chunk(view, k, v, loc), repeats=10)
+    time_us = timed(lambda: cuda_prefill.store_chunk(view, k, v, loc), repeats=10)
     record("store_chunk, 4096 tokens", time_us, size / PCIE * 1e6, f"{size / time_us / 1e3:.1f} GB/s")
     pages = torch.randperm(15000, device=DEVICE)[:256] + 1
     target = torch.empty((256, HEADS, 2, PAGE, DIM), dtype=DTYPE, device=DEVICE)
     for blocks in (2, 4):
-        time_us = timed(lambda b=blocks: cuda.stage(view, pages, target, blocks=b), repeats=10)
+        time_us = timed(lambda b=blocks: cuda_prefill.stage(view, pages, target, blocks=b), repeats=10)
         record(f"stage 4096 tokens, {blocks} blocks", time_us, size / PCIE * 1e6, f"{size / time_us / 1e3:.1f} GB/s")
 
 

@@ -12,7 +12,7 @@ import sys
 import torch
 from layers import copied, make_layer, random_selection
 from sglang.srt.sparse_kv.geometry import SelectionShape
-from sglang.srt.sparse_kv.ops import cuda
+from sglang.srt.sparse_kv.ops import cuda, cuda_prefill
 from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -60,12 +60,12 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda.gather(view, part)
     loc = torch.arange(5 * page_size + 3, 8 * page_size, device=gpu)
     chunk = torch.randn((loc.numel(), heads, dim), device=gpu).to(dtype)
-    cuda.store_chunk(view, chunk, chunk, loc)
-    cuda.fill(view, chunk, chunk, loc)
+    cuda_prefill.store_chunk(view, chunk, chunk, loc)
+    cuda_prefill.fill(view, chunk, chunk, loc)
     target = torch.empty((2, heads, 7 * page_size, dim), dtype=dtype, device=gpu)
-    cuda.stage(view, loc[:7] // page_size, target)
-    cuda.stage(view, torch.arange(7, device=gpu) + 11, target, torch.full((7,), page_size, device=gpu), clock)
-    cuda.refresh(view, chunk, chunk, loc, loc[-1:] // page_size, torch.tensor([page_size], device=gpu), clock)
+    cuda_prefill.stage(view, loc[:7] // page_size, target)
+    cuda_prefill.stage(view, torch.arange(7, device=gpu) + 11, target, torch.full((7,), page_size, device=gpu), clock)
+    cuda_prefill.refresh(view, chunk, chunk, loc, loc[-1:] // page_size, torch.tensor([page_size], device=gpu), clock)
     slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
     cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)
     tokens = torch.randint(0, 10**6, (5, max_pages * page_size - 3), dtype=torch.int32, device=gpu)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
-from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -187,7 +187,7 @@ def test_store_chunk(engine, page_size, dim, dtype):
             expected.landmarks = copy_of(view).landmarks
             reference.store_chunk(expected, k, v, loc, through=False)
             expected.host = view.host.clone()
-        cuda.store_chunk(view, k_dev, v_dev, loc.to(engine.device), through)
+        cuda_prefill.store_chunk(view, k_dev, v_dev, loc.to(engine.device), through)
         if engine.device.type == "cuda":
             torch.cuda.synchronize()
         assert torch.equal(view.host, expected.host)
@@ -215,7 +215,7 @@ def test_stage(engine, page_size, dim, dtype, install):
         to = lambda t: t.to(engine.device)  # noqa: E731
         more = (tokens, step) if install else ()
         reference.stage(expected_view, chosen, expected[:, :, : count * page_size], *more)
-        cuda.stage(view, to(chosen), whole[:, :, : count * page_size], *map(to, more))
+        cuda_prefill.stage(view, to(chosen), whole[:, :, : count * page_size], *map(to, more))
         ours = whole.cpu()
         if count and install:  # what lies behind the last page's tokens is of no account
             for staged in (ours, expected):
@@ -240,7 +240,7 @@ def test_refresh(engine, page_size, dim, dtype, install):
         to = lambda t: None if t is None else t.to(engine.device)  # noqa: E731
         expected, before = copy_of(view), copy_of(view)
         reference.refresh(expected, k, v, loc, begun, tokens, step)
-        cuda.refresh(view, k_dev, v_dev, *map(to, (loc, begun, tokens, step)))
+        cuda_prefill.refresh(view, k_dev, v_dev, *map(to, (loc, begun, tokens, step)))
         same_tables(view, expected, before)
         assert torch.equal(view.counters.cpu(), expected.counters)
         held = (expected.slot_of >= 0).nonzero()
@@ -254,7 +254,7 @@ def test_stage_refuses_what_it_cannot_fill(engine):
     pages = torch.arange(3, device=engine.device)
     for shape in ((3, 2, 2, 16, 64), (2, 2, 32, 64)):
         with pytest.raises(ValueError, match="target must be"):
-            cuda.stage(view, pages, torch.zeros(shape, dtype=view.kv.dtype, device=engine.device))
+            cuda_prefill.stage(view, pages, torch.zeros(shape, dtype=view.kv.dtype, device=engine.device))
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
@@ -266,5 +266,5 @@ def test_fill(engine, page_size, dim, dtype):
     expected = copy_of(view)
     reference.fill(expected, k, v, loc)
     assert not torch.equal(expected.kv, view.kv.cpu())
-    cuda.fill(view, k_dev, v_dev, loc.to(engine.device))
+    cuda_prefill.fill(view, k_dev, v_dev, loc.to(engine.device))
     assert torch.equal(view.kv.cpu(), expected.kv)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.sparse_kv.ops import cuda, reference_attention
+from sglang.srt.sparse_kv.ops import cuda_prefill, reference_attention
 from sparse_rig import Rig
 
 PAGE = 8
@@ -19,7 +19,7 @@ def test_prefills_agree(engine, residency, slots, staging):
     if engine.device.type == "cuda":
         pytest.skip("the rig lives on the CPU")
     rigs = [Rig(seed=1, layers=2, pages=90, context=300, requests=3, residency=residency) for _ in range(2)]
-    ours = {name: getattr(cuda, name) for name in ("stage", "store_chunk", "refresh")}
+    ours = {name: getattr(cuda_prefill, name) for name in ("stage", "store_chunk", "refresh")}
     attention = {name: getattr(reference_attention, name) for name in ("attend_block", "merge")}
     rigs[1].runtime.ops = SimpleNamespace(**ours, **attention)
     for rig in rigs:

@@ -2,7 +2,7 @@
 
 Nothing here waits for the device, and everything may be captured into a CUDA graph after one run outside it. Integer
 tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order;
-`gather` and `stage` only move bytes and may run on another stream.
+`gather` only moves bytes and may run on another stream.
 
 Beyond the reference:
 * `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the
@@ -44,20 +44,16 @@ __all__ = [
     "clear",
     "count_guides",
     "decode_step",
-    "fill",
     "gather",
     "install",
     "invalidate",
     "merge",
     "plan_prefetch",
-    "refresh",
     "resolve",
     "score",
     "select",
     "set_miss_rate",
     "skip_copies",
-    "stage",
-    "store_chunk",
     "write_token",
 ]
 
@@ -76,7 +72,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
-def _mover_blocks(device: torch.device, unit_bytes: int) -> int:
+def mover_blocks(device: torch.device, unit_bytes: int) -> int:
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
         return MOVER_BLOCKS_PLAIN
     return MOVER_BLOCKS if unit_bytes >= 8192 else max(MOVER_BLOCKS, MOVER_BLOCKS_SMALL_UNITS)
@@ -311,10 +307,11 @@ def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetch
 
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
     """As reference.install; pages that are resident after all are left alone."""
-    return _edit(view, _entering(view, pages, tokens, step))
+    return _edit(view, entering(view, pages, tokens, step))
 
 
-def _entering(view: LayerView, pages, tokens, step):
+def entering(view: LayerView, pages, tokens, step):
+    """The arguments of an install, and the fetch that it will fill."""
     return _request(view, pages, tokens, step, INSTALL, (1, pages.shape[0]), (0, 0))
 
 
@@ -348,7 +345,7 @@ def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
     args = abi.Gather(
         units=pointer(contiguous(fetch.units, "units", torch.int32)),
         count=pointer(contiguous(fetch.count, "count", torch.int32)),
-        blocks=blocks or _mover_blocks(device, unit_bytes),
+        blocks=blocks or mover_blocks(device, unit_bytes),
         ahead=int(getattr(fetch, "ahead", False)),
     )
     launch("gather", device, view_of(view), workspace(device).work(view.stamp.shape[0], 1), args)
@@ -366,34 +363,6 @@ def set_miss_rate(device: torch.device, rate: float) -> None:
     if not 0 <= rate <= 1:
         raise ValueError(f"miss rate must be between 0 and 1, got {rate}")
     workspace(device).miss_rate.fill_(round(rate * 1_000_000))
-
-
-def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
-    """As reference.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that move the
-    units which are not resident.
-    """
-    heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
-    expected = (2, heads, count * view.kv.shape[3], dim)
-    if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
-        raise ValueError(
-            f"stage: target must be {view.kv.dtype} {list(expected)}, each head's tokens together, got {target.dtype} "
-            f"{list(target.shape)} with strides {target.stride()}"
-        )
-    device = target.device
-    install, _fetch = (None, None) if step is None else _entering(view, pages, tokens, step)
-    scratch = torch.empty(1 + count * heads, dtype=torch.int32, device=device)
-    args = abi.Stage(
-        pages=ints(pages, "pages"),
-        tokens=ints(tokens, "tokens"),
-        target=pointer(target),
-        stride_values=target.stride(0),
-        stride_head=target.stride(1),
-        missing=pointer(scratch),
-        list=pointer(scratch[1:]),
-        count=count,
-        blocks=blocks or _mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
-    )
-    launch("stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
 
 
 def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> Any:
@@ -450,29 +419,3 @@ def append(
     others += [None] * (2 * (abi.JOBS - 1) - len(others))
     launch("append", k.device, view_of(view), workspace(k.device).work(heads, entries), args, *others)
     return slots
-
-
-def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:
-    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
-    return abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
-
-
-def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
-    """As reference.store_chunk."""
-    launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through))
-
-
-def fill(view: LayerView, k, v, loc) -> None:
-    """As reference.fill."""
-    launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))
-
-
-def refresh(view: LayerView, k, v, loc, pages, tokens, step=None) -> None:
-    """As reference.refresh, in one call."""
-    heads, device = view.kv.shape[0], k.device
-    if step is None:
-        begun = abi.Resolve(pages=ints(pages, "pages"), width=pages.shape[0])
-    else:
-        begun, _ = _entering(view, pages, tokens, step)
-    work = workspace(device).work(heads, max(pages.shape[0], 1))
-    launch("refresh", device, view_of(view), work, begun, _chunk(view, k, v, loc, through=False), int(step is not None))

@@ -34,9 +34,9 @@ def engine_for(device: torch.device) -> SimpleNamespace:
     them.
     """
     if device.type == "cuda":
-        from sglang.srt.sparse_kv.ops import cuda
+        from sglang.srt.sparse_kv.ops import cuda, cuda_prefill
 
-        modules = [cuda]
+        modules = [cuda, cuda_prefill]
     else:
         from sglang.srt.sparse_kv.ops import reference, reference_attention
 

@@ -1,0 +1,66 @@
+"""The CUDA engine's operations of prefill: what a chunk brings of its prefix, and where it goes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.sparse_kv.ops import abi
+from sglang.srt.sparse_kv.ops.cuda import entering, mover_blocks
+from sglang.srt.sparse_kv.ops.launching import inner_contiguous, ints, launch, pointer, view_of
+from sglang.srt.sparse_kv.ops.reference import LayerView
+from sglang.srt.sparse_kv.ops.workspace import workspace
+
+
+def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
+    """As reference.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that move the
+    units which are not resident.
+    """
+    heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
+    expected = (2, heads, count * view.kv.shape[3], dim)
+    if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
+        raise ValueError(
+            f"stage: target must be {view.kv.dtype} {list(expected)}, each head's tokens together, got {target.dtype} "
+            f"{list(target.shape)} with strides {target.stride()}"
+        )
+    device = target.device
+    install, _fetch = (None, None) if step is None else entering(view, pages, tokens, step)
+    scratch = torch.empty(1 + count * heads, dtype=torch.int32, device=device)
+    args = abi.Stage(
+        pages=ints(pages, "pages"),
+        tokens=ints(tokens, "tokens"),
+        target=pointer(target),
+        stride_values=target.stride(0),
+        stride_head=target.stride(1),
+        missing=pointer(scratch),
+        list=pointer(scratch[1:]),
+        count=count,
+        blocks=blocks or mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
+    )
+    launch("stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
+
+
+def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:
+    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
+    return abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
+
+
+def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
+    """As reference.store_chunk."""
+    launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through))
+
+
+def fill(view: LayerView, k, v, loc) -> None:
+    """As reference.fill."""
+    launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))
+
+
+def refresh(view: LayerView, k, v, loc, pages, tokens, step=None) -> None:
+    """As reference.refresh, in one call."""
+    heads, device = view.kv.shape[0], k.device
+    if step is None:
+        begun = abi.Resolve(pages=ints(pages, "pages"), width=pages.shape[0])
+    else:
+        begun, _ = entering(view, pages, tokens, step)
+    work = workspace(device).work(heads, max(pages.shape[0], 1))
+    launch("refresh", device, view_of(view), work, begun, _chunk(view, k, v, loc, through=False), int(step is not None))
