@@ -241,6 +241,11 @@ def test_too_many_requests_are_told():
     asked = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", max_running_requests=40))["plan"]
     found = [re.match(r"requests: 40, as set; (\d+) would give (\d+) instead of (\d+)", r) for r in asked.reasons]
     assert found[0] is not None and int(found[0][1]) < 40 and int(found[0][2]) > 1.05 * int(found[0][3])
+    more = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", max_running_requests=500))["plan"]
+    assert more.max_running_requests < 500
+    assert any(f"requests: {more.max_running_requests} of the 500 set fit; " in reason for reason in more.reasons)
+    small = command.plan(options("llama-3.1-8b", "rtx 4090", max_running_requests=500))["plan"]
+    assert any("of the 500 set fit" in reason for reason in small.reasons), small.reasons
     few = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", max_running_requests=8))["plan"]
     assert not any(reason.startswith("requests") for reason in few.reasons)
 

@@ -231,11 +231,14 @@ def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: 
     said, here = [], speed(config, requests)
     if given.fixed_running:
         most, number = max((speed(config, n), n) for n in range(1, requests + 1))
+        set_to = f"{requests}, as set" if requests == given.running else f"{requests} of the {given.running} set fit"
         if most > WORTH * here:
             said.append(
-                f"requests: {requests}, as set; {number} would give {most:.0f} instead of {here:.0f} tokens/s with a "
-                "full host pool"
+                f"requests: {set_to}; {number} would give {most:.0f} instead of {here:.0f} tokens/s with a full host "
+                "pool"
             )
+        elif requests < given.running:
+            said.append(f"requests: {set_to} the page cache")
     if config.most_rows == 2:
         one = speed(dataclasses.replace(config, guide="none"), requests)
         if one > WORTH * here:
