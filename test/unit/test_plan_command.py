@@ -121,12 +121,12 @@ SITUATIONS = {
     "memory": st.integers(10, 190),
     "host": st.integers(1, 2000),
     "budget": st.sampled_from([64, 512, 2048, 8192]),
-    "guide": st.sampled_from(["chain", "none"]),
+    "rows": st.sampled_from([1, 2, "auto"]),
 }
 
 
-def plan_or_none(model, gpu, tp, memory, host, budget, guide, residency="auto", **more):
-    settings = json.dumps({"guide": guide, "residency": residency})
+def plan_or_none(model, gpu, tp, memory, host, budget, rows, residency="auto", **more):
+    settings = json.dumps({"rows": rows, "residency": residency})
     given = options(
         model, gpu, tp=tp, gpu_memory=f"{memory}GB", host=f"{host}GB", budget=budget, config=settings, **more
     )
@@ -139,9 +139,9 @@ def plan_or_none(model, gpu, tp, memory, host, budget, guide, residency="auto", 
 
 @settings(max_examples=60)
 @given(**SITUATIONS, running=st.none() | st.integers(1, 300))
-def test_never_beyond_what_was_given(model, gpu, tp, memory, host, budget, guide, running):
+def test_never_beyond_what_was_given(model, gpu, tp, memory, host, budget, rows, running):
     more = {} if running is None else {"max_running_requests": running}
-    result = plan_or_none(model, gpu, tp, memory, host, budget, guide, **more)
+    result = plan_or_none(model, gpu, tp, memory, host, budget, rows, **more)
     if result is None:
         return
     plan = result["plan"]
@@ -156,9 +156,9 @@ def test_never_beyond_what_was_given(model, gpu, tp, memory, host, budget, guide
 
 @settings(max_examples=40)
 @given(**SITUATIONS, more=st.integers(1, 100))
-def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, guide, more):
-    here = plan_or_none(model, gpu, tp, memory, host, budget, guide, mem_fraction_static=0.85)
-    there = plan_or_none(model, gpu, tp, memory + more, host, budget, guide, mem_fraction_static=0.85)
+def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, rows, more):
+    here = plan_or_none(model, gpu, tp, memory, host, budget, rows, mem_fraction_static=0.85)
+    there = plan_or_none(model, gpu, tp, memory + more, host, budget, rows, mem_fraction_static=0.85)
     if here is None:
         return
     assert there is not None, "what started with less starts with more"
@@ -170,7 +170,7 @@ def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, g
 def judged(result: dict[str, Any], model: str, tp: int, host: int) -> float:
     """What the chosen split is worth by the planner's own measure."""
     plan = result["plan"]
-    config = SparseKVConfig.from_dict({"guide": "chain" if plan.rows == 2 else "none", "residency": plan.residency})
+    config = SparseKVConfig.from_dict({"rows": plan.rows, "residency": plan.residency})
     shape = model_shape.read(str(MODELS / f"{model}.json"), config)
     geometry = shape.geometry(config, 16, tp, shape.context)
     device = devices.find(result["gpu"])
@@ -181,16 +181,16 @@ def judged(result: dict[str, Any], model: str, tp: int, host: int) -> float:
 
 @settings(max_examples=40)
 @given(**SITUATIONS, more=st.integers(1, 500), running=st.integers(1, 200))
-def test_more_memory_never_admits_fewer(model, gpu, tp, memory, host, budget, guide, more, running):
+def test_more_memory_never_admits_fewer(model, gpu, tp, memory, host, budget, rows, more, running):
     fixed = {"mem_fraction_static": 0.85, "max_running_requests": running, "residency": "all"}
-    here = plan_or_none(model, gpu, tp, memory, host, budget, guide, **fixed)
+    here = plan_or_none(model, gpu, tp, memory, host, budget, rows, **fixed)
     if here is None:
         return
-    gpu_more = plan_or_none(model, gpu, tp, memory + more, host, budget, guide, **fixed)
+    gpu_more = plan_or_none(model, gpu, tp, memory + more, host, budget, rows, **fixed)
     assert gpu_more is not None
     assert gpu_more["plan"].max_running_requests >= here["plan"].max_running_requests
     assert gpu_more["plan"].slots >= min(here["plan"].slots, gpu_more["plan"].host_tokens // 16)
-    host_more = plan_or_none(model, gpu, tp, memory, host + more, budget, guide, **fixed)
+    host_more = plan_or_none(model, gpu, tp, memory, host + more, budget, rows, **fixed)
     if host_more is not None:  # else its landmarks crowd the cache out, in a sentence
         assert host_more["plan"].host_tokens >= here["plan"].host_tokens
 
