@@ -19,6 +19,8 @@ import psutil
 import requests
 
 READY_SECONDS = 480
+LEAVING_SECONDS = 30  # for what an ended process held of a GPU
+UNUSED_BYTES = 1 << 30  # of a GPU in use, below which nobody is on it
 GIB = 1 << 30
 
 
@@ -72,6 +74,7 @@ class Server:
         return left if same else None
 
     def _start(self, environment: dict[str, str], say: Callable[[str], None]) -> None:
+        wait_for_gpus(say)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -215,6 +218,22 @@ def _nvidia_smi(query: str) -> list[list[str]] | None:
     if result.returncode:
         return None
     return [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines() if line]
+
+
+def wait_for_gpus(say: Callable[[str], None], seconds: float = LEAVING_SECONDS) -> None:
+    """Waits until no GPU is in use, or tells that one stays so.
+
+    What an ending process frees while the next one loads its weights, SGLang takes for memory that these do not need.
+    """
+    give_up = time.monotonic() + seconds
+    while True:
+        used = [int(row[0]) << 20 for row in _nvidia_smi("--query-gpu=memory.used") or [] if row[0].isdigit()]
+        if max(used, default=0) <= UNUSED_BYTES:
+            return
+        if time.monotonic() > give_up:
+            say(f"{max(used) / 1e9:.1f} GB of a GPU are in use by others")
+            return
+        time.sleep(0.5)
 
 
 def gpu_total_bytes() -> int | None:
