@@ -153,6 +153,13 @@ def test_a_panel_without_data_is_noticed(prometheus_url, monkeypatch, capsys, mi
     assert sum("no data" in line for line in lines) == bool(missing)
 
 
+def test_every_panel_can_be_drawn():
+    units = runpy.run_path(str(REPOSITORY / "scripts" / "check_dashboard.py"))["UNITS"]
+    for panel in DASHBOARD["panels"]:
+        assert panel["fieldConfig"]["defaults"]["unit"] in units and panel["type"] in ("timeseries", "bargauge")
+        assert all(target["legendFormat"] for target in panel["targets"])
+
+
 def test_a_refused_query_is_told(prometheus_url):
     check = runpy.run_path(str(REPOSITORY / "scripts" / "check_dashboard.py"))
     with pytest.raises(RuntimeError, match="a variable was left in"):
