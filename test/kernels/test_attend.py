@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from layers import copy_of, make_layer
@@ -179,3 +181,34 @@ def test_prefill_blocks(gpu, tokens, keys, causal, heads, dtype):
         strided = [wide[:, :heads].copy_(x.transpose(0, 1)).transpose(0, 1) for wide, x in zip(slices, (k, v))]
         again, _ = cuda.attend_block(queries, *strided, dim**-0.5, causal)
         assert float((again.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
+
+
+def single_prefill(q, k, v, causal, kv_layout, sm_scale, return_lse, backend):
+    """What FlashInfer's function of that name computes: [T, Hq, D], [B, H, D] each; lse float32 [T, Hq] to base 2."""
+    assert kv_layout == "NHD" and return_lse and backend in ("auto", "fa2")
+    out, lse = reference_attention.attend_block(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale, causal)
+    return out, lse / math.log(2)
+
+
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "fa2"), (128, "fa2"), (129, "auto"), (1000, "auto")])
+def test_flashinfer_is_asked_for_what_suits_the_chunk(monkeypatch, tokens, backend):
+    """Its own choice where tiles of 128 tokens and a head fill the multiprocessors; results to the natural base; no
+    copies of what lies in rows of its own.
+    """
+    flashinfer = pytest.importorskip("flashinfer", reason="needs FlashInfer")
+    asked = []
+
+    def call(q, k, v, **settings):
+        asked.append((settings["backend"], q.data_ptr(), k.data_ptr(), v.data_ptr()))
+        return single_prefill(q, k, v, **settings)
+
+    monkeypatch.setattr(flashinfer, "single_prefill_with_kv_cache", call)
+    monkeypatch.setattr(attend_module, "_multiprocessors", lambda index: 7)
+    random = torch.Generator().manual_seed(tokens)
+    wide = torch.randn((tokens, 8, 16), generator=random)
+    q, k, v = wide[:, :4], wide[:, 4:6].transpose(0, 1), wide[:, 6:].transpose(0, 1)
+    out, lse = cuda.attend_block(q, k, v, 0.25, True)
+    expected, expected_lse = reference_attention.attend_block(q, k, v, 0.25, True)
+    assert asked == [(backend, q.data_ptr(), k.data_ptr(), v.data_ptr())]
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
