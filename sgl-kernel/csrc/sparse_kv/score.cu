@@ -10,7 +10,8 @@ namespace skv {
 
 constexpr int kChunk = 64;
 constexpr int kScoreThreads = 128;
-constexpr int kFewChunks = 1056;  // eight for each multiprocessor of a large device
+constexpr int kFewHeads = 64;      // requests times kv heads below which a chunk is shared by the warps of a block
+constexpr int kFewBlocks = 1056;   // of them: eight for each multiprocessor of a large device
 
 // Bounds of one request: chunks [first, first + count) hold a candidate of some row.
 struct Spans {
@@ -255,59 +256,73 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
   tickets.finish();
 }
 
-// The same where most of the device would be idle: a block for each chunk that the tables have room for, which it knows
-// without a look at the lengths, and 16 pages a warp. Sums are joined in the order of the kernel above.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kScoreThreads)
+// The same for few requests, when a warp's own chain of instructions takes the time: a block for each chunk, 16 pages a
+// warp. kEvery: there is one for every chunk that the tables have room for, and it knows its own without a look at the
+// lengths. Sums are joined in the order of the kernel above.
+template <typename T, int kDim, bool kEvery>
+__global__ void __launch_bounds__(kScoreThreads, 8)
     score_few_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvScore args) {
   static_assert(kScoreThreads / 32 * 16 == kChunk);
-  constexpr int kSteps = kDim / 32;
+  SKV_DYNAMIC_SHARED(shared);
+  __shared__ BlockScratch scratch;
   __shared__ float scores[kChunk][8];
   wait_for_previous_kernel();
   if (blockIdx.x >= args.blocks) {
     reorder(view, args);
     return;
   }
-  int heads = static_cast<int>(view.heads), chunk = static_cast<int>(blockIdx.x) / heads, chunks = chunks_of(args);
-  Item item{chunk / chunks, static_cast<int>(blockIdx.x) % heads, chunk % chunks * kChunk};
+  int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads), chunks = chunks_of(args);
+  int items = requests * chunks * heads, blocks = static_cast<int>(args.blocks);
+  Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
+  if (!kEvery) {
+    find_spans(args, spans, scratch);
+    items = spans.start[requests] * heads;
+  }
   int row = lane_id() / 4, part = lane_id() % 4, first = warp_id() * 16 + row;
-  int physical[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    int page = item.page + first + i * 8;
-    physical[i] = page < args.table_width ? args.table[item.n * args.table_width + page] : kNone;
-  }
-  uint32_t query[kSteps][4];
-  load_queries<T, kDim>(args, item, row, query);
-  Column columns[2] = {column_of(args, heads, item, part * 2), column_of(args, heads, item, part * 2 + 1)};
-  bool wanted = false;
-  for (const Column& column : columns)
-    wanted |= column.logits && column.lo < item.page + kChunk && column.hi > item.page;
-  if (!__any_sync(kAll, wanted)) return;  // all warps alike
-
-  int4 data[2][kSteps];
-  load_landmark<T, kDim>(view, physical[0], item.head, data[0]);
-  load_landmark<T, kDim>(view, physical[1], item.head, data[1]);
-  float logits[4] = {0, 0, 0, 0};
-  multiply_all<T>(logits, data[0], data[1], query);
   float scale = static_cast<float>(args.scale) * kLog2e;
+  for (int index = blockIdx.x; index < items; index += blocks) {
+    int chunk = index / heads;
+    Item item = kEvery ? Item{chunk / chunks, index % heads, chunk % chunks * kChunk} : find_item(spans, requests, heads, index);
+    int physical[2];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const Column& column = columns[j % 2];
-    int place = first + j / 2 * 8, page = item.page + place;
-    bool inside = column.logits && page >= column.lo && page < column.hi;
-    float x = logits[j] * scale;
-    if (inside) column.logits[page] = x;
-    scores[place][part * 2 + j % 2] = inside ? x : -kInf;
+    for (int i = 0; i < 2; ++i) {
+      int page = item.page + first + i * 8;
+      physical[i] = page < args.table_width ? args.table[item.n * args.table_width + page] : kNone;
+    }
+    uint32_t query[kDim / 32][4];
+    load_queries<T, kDim>(args, item, row, query);
+    Column columns[2] = {column_of(args, heads, item, part * 2), column_of(args, heads, item, part * 2 + 1)};
+    bool wanted = false;
+    for (const Column& column : columns)
+      wanted |= column.logits && column.lo < item.page + kChunk && column.hi > item.page;
+    if (kEvery && !__any_sync(kAll, wanted)) break;  // all warps alike
+
+    int4 data[2][kDim / 32];
+    load_landmark<T, kDim>(view, physical[0], item.head, data[0]);
+    load_landmark<T, kDim>(view, physical[1], item.head, data[1]);
+    float logits[4] = {0, 0, 0, 0};
+    multiply_all<T>(logits, data[0], data[1], query);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Column& column = columns[j % 2];
+      int place = first + j / 2 * 8, page = item.page + place;
+      bool inside = column.logits && page >= column.lo && page < column.hi;
+      float x = logits[j] * scale;
+      if (inside) column.logits[page] = x;
+      scores[place][part * 2 + j % 2] = inside ? x : -kInf;
+    }
+    __syncthreads();
+    if (warp_id() < 2) {  // each a column of every lane
+      Sum sum;
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i) sum.add(scores[i * 8 + row][part * 2 + warp_id()]);
+      for (int bits = 4; bits < 32; bits <<= 1) sum.join_lane(bits);
+      float* partial = warp_id() ? columns[1].partial : columns[0].partial;
+      if (row == 0 && partial) *reinterpret_cast<float2*>(partial) = make_float2(sum.top, sum.sum);
+    }
+    if (kEvery) break;
+    __syncthreads();
   }
-  __syncthreads();
-  if (warp_id() > 1) return;
-  Sum sum;  // of one column
-#pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) sum.add(scores[i * 8 + row][part * 2 + warp_id()]);
-  for (int bits = 4; bits < 32; bits <<= 1) sum.join_lane(bits);
-  float* partial = warp_id() ? columns[1].partial : columns[0].partial;
-  if (row == 0 && partial) *reinterpret_cast<float2*>(partial) = make_float2(sum.top, sum.sum);
 }
 
 // Any types and any head_dim that is a multiple of 4: a lane takes a page, queries wait in shared memory as float32.
@@ -391,14 +406,16 @@ inline dim3 grid(const SkvView& view, const SkvScore& args) {
 
 template <typename T, int kDim>
 int launch_score(const SkvView& view, const SkvScore& args, const Launch& where) {
-  int64_t chunks = args.n * view.heads * chunks_of(args);
-  bool one_tile = args.rows * args.group <= 8;
-  if (one_tile && chunks <= kFewChunks && chunks <= args.blocks * (kScoreThreads / 32)) {
-    SkvScore few = args;
-    few.blocks = chunks;
-    return launch(where, score_few_kernel<T, kDim>, grid(view, few), kScoreThreads, 0, view, few);
-  }
   size_t shared = (2 * args.n + 1) * sizeof(int);
+  bool one_tile = args.rows * args.group <= 8;
+  if (one_tile && args.n * view.heads <= kFewHeads) {
+    SkvScore few = args;
+    few.blocks = args.blocks * (kScoreThreads / 32);  // as many chunks at a time
+    if (few.blocks > kFewBlocks) few.blocks = kFewBlocks;
+    bool every = args.n * view.heads * chunks_of(args) <= few.blocks;
+    auto* kernel = every ? score_few_kernel<T, kDim, true> : score_few_kernel<T, kDim, false>;
+    return launch(where, kernel, grid(view, few), kScoreThreads, shared, view, few);
+  }
   auto* kernel = one_tile ? score_kernel<T, kDim, 1> : score_kernel<T, kDim, 2>;
   return launch(where, kernel, grid(view, args), kScoreThreads, shared, view, args);
 }
