@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   PageTable table{&request, nullptr, 0, 0, 0};
   Selection selection(view, entries);
   bool missing = selection.claim_missing(work, table, false, true, scratch);
+  selection.take_flags();
   if (missing) {
-    selection.take_flags();
     hand_out(view, entries, work, scratch.step, kResolve, true, list_of(view, work, 0, head), units, -1,
              static_cast<int>(head * work.list_width), scratch);
     write_slots(view, entries, table, scratch);
@@ -103,7 +103,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     int slot = __ldcg(args.slots + n * view.heads + head);
     if (entries.page(n, view) >= 0) write_one(view, args, n, head, slot);
   }
-  if (!missing) selection.take_flags();
 }
 
 __global__ void write_token_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAppend args) {

@@ -2,16 +2,16 @@
 //
 // Work is cut into chunks of kChunk logical pages of one (request, kv head), counted from page 0, whatever the batch: a
 // request's result does not depend on its neighbours. A warp takes a chunk at a time; chunks without candidates do not
-// exist, so a captured launch costs what the lengths of the moment need. Logits are kept in base 2 and not yet
-// normalised: select needs the sum over all chunks first.
+// exist, so a captured launch costs what the lengths of the moment need. Where there is a warp for every chunk that a
+// table has room for, each knows its own without looking at the lengths, which saves a trip to memory. Logits are kept in
+// base 2 and not yet normalised: select needs the sum over all chunks first.
 #include "ptx.cuh"
 
 namespace skv {
 
 constexpr int kChunk = 64;
 constexpr int kScoreThreads = 128;
-constexpr int kFewHeads = 64;      // requests times kv heads below which a chunk is shared by the warps of a block
-constexpr int kFewBlocks = 1056;   // of them: eight for each multiprocessor of a large device
+constexpr int kFewBlocks = 256;  // two for each multiprocessor of a large device, whatever their registers
 
 // Bounds of one request: chunks [first, first + count) hold a candidate of some row.
 struct Spans {
@@ -84,13 +84,15 @@ struct Item {
   int n, head, page;  // request, kv head, first logical page of the chunk
 };
 
-// Chunks that a request's table has room for.
-__host__ __device__ __forceinline__ int chunks_of(const SkvScore& args) {
+// Chunks that the tables of all requests have room for.
+__device__ __forceinline__ int chunks_of(const SkvScore& args) {
   return static_cast<int>((args.table_width + kChunk - 1) / kChunk);
 }
 
-__device__ __forceinline__ Item find_item(const Spans& spans, int n, int heads, int item) {
+// All chunks of each (request, kv head) when `spans` is not known, those with a candidate otherwise.
+__device__ __forceinline__ Item find_item(const SkvScore& args, const Spans& spans, bool every, int n, int heads, int item) {
   int chunk = item / heads;
+  if (every) return Item{chunk / chunks_of(args), item % heads, chunk % chunks_of(args) * kChunk};
   int low = 0, high = n - 1;  // last request that starts at or before the chunk
   while (low < high) {
     int middle = (low + high + 1) / 2;
@@ -136,56 +138,14 @@ __device__ __forceinline__ Column column_of(const SkvScore& args, int64_t heads,
                 static_cast<int>(min(get(args.hi, item.n * args.rows + row), args.table_width))};
 }
 
-// The queries of a kv head, as the 8-column operand of kSteps pairs of multiplies holds them: this lane's are of query head
-// q, 16 contiguous bytes of every 64.
-template <typename T, int kDim>
-__device__ __forceinline__ void load_queries(const SkvScore& args, const Item& item, int q, uint32_t (&query)[kDim / 32][4]) {
-  int group = static_cast<int>(args.group);
-  int64_t line = item.n * args.rows + q / group;
-  auto* source =
-      static_cast<const T*>(args.q) + line * args.stride_q + (item.head * group + q % group) * kDim + lane_id() % 4 * 8;
-#pragma unroll
-  for (int step = 0; step < kDim / 32; ++step) {
-    int4 data = make_int4(0, 0, 0, 0);
-    if (q < args.rows * args.group) data = *reinterpret_cast<const int4*>(source + step * 32);
-    query[step][0] = data.x;
-    query[step][1] = data.y;
-    query[step][2] = data.z;
-    query[step][3] = data.w;
-  }
-}
-
-// The landmark of a page, as one row of the 16-row operand.
-template <typename T, int kDim>
-__device__ __forceinline__ void load_landmark(const SkvView& view, int page, int head, int4 (&data)[kDim / 32]) {
-  bool wanted = page >= 0 && page < view.pages;
-  auto* source = static_cast<const T*>(view.landmarks) +
-                 (static_cast<int64_t>(wanted ? page : 0) * view.heads + head) * kDim + lane_id() % 4 * 8;
-#pragma unroll
-  for (int step = 0; step < kDim / 32; ++step)
-    data[step] = wanted ? __ldcg(reinterpret_cast<const int4*>(source + step * 32)) : make_int4(0, 0, 0, 0);
-}
-
-// Two rows of landmarks (of pages r and r + 8) times the queries.
-template <typename T, int kSteps>
-__device__ __forceinline__ void multiply_all(float (&logits)[4], const int4 (&low)[kSteps], const int4 (&high)[kSteps],
-                                             const uint32_t (&query)[kSteps][4]) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int4 &a = low[step], &b = high[step];
-    multiply<T>(logits, {uint32_t(a.x), uint32_t(b.x), uint32_t(a.y), uint32_t(b.y)}, query[step][0], query[step][1]);
-    multiply<T>(logits, {uint32_t(a.z), uint32_t(b.z), uint32_t(a.w), uint32_t(b.w)}, query[step][2], query[step][3]);
-  }
-}
-
 // Tensor cores: landmarks are the 16-row operand, queries the 8-column one. A dot product does not care for the order of
 // its terms, so lane c of a row's four lanes takes 16 contiguous bytes at 64 j + 16 c instead of the fragment's own two
 // times four: 32-byte sectors are read whole.
-template <typename T, int kDim, int kTiles>
-__global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
+// kAtOnce: groups of 16 pages whose landmarks are loaded together.
+template <typename T, int kDim, int kTiles, int kAtOnce>
+__global__ void __launch_bounds__(kScoreThreads, kTiles == 1 && kAtOnce == 2 ? 4 : 1)
     score_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvScore args) {
-  constexpr int kSteps = kDim / 32;       // of 32 dimensions: one 16-byte load, two multiplies
-  constexpr int kAtOnce = 3 - kTiles;     // groups of 16 pages whose landmarks are loaded together
+  constexpr int kSteps = kDim / 32;  // of 32 dimensions: one 16-byte load, two multiplies
   SKV_DYNAMIC_SHARED(shared);
   __shared__ BlockScratch scratch;
   wait_for_previous_kernel();
@@ -195,22 +155,39 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
   }
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads);
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
-  find_spans(args, spans, scratch);
-  int items = spans.start[requests] * heads;
-  int blocks = static_cast<int>(args.blocks);
-  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
+  int blocks = static_cast<int>(args.blocks), warps = blocks * static_cast<int>(blockDim.x >> 5);
+  int items = requests * chunks_of(args) * heads;
+  bool every = items <= warps;
+  if (!every) {
+    find_spans(args, spans, scratch);
+    items = spans.start[requests] * heads;
+  }
+  Tickets tickets{args.tickets, items, blocks, warps};
   int row = lane_id() / 4, part = lane_id() % 4;
+  auto* landmarks = static_cast<const T*>(view.landmarks);
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
-    Item item = find_item(spans, requests, heads, index);
+    Item item = find_item(args, spans, every, requests, heads, index);
     tickets.draw();
     uint32_t query[kTiles][kSteps][4];
     Column columns[kTiles][2];
     Sum sums[kTiles][2];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      load_queries<T, kDim>(args, item, tile * 8 + row, query[tile]);
+      int q = tile * 8 + row;  // the query head whose elements this lane holds
+      int group = static_cast<int>(args.group);
+      int64_t line = item.n * args.rows + q / group;
+      auto* source = static_cast<const T*>(args.q) + line * args.stride_q + (item.head * group + q % group) * kDim + part * 8;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        int4 data = make_int4(0, 0, 0, 0);
+        if (q < args.rows * args.group) data = *reinterpret_cast<const int4*>(source + step * 32);
+        query[tile][step][0] = data.x;
+        query[tile][step][1] = data.y;
+        query[tile][step][2] = data.z;
+        query[tile][step][3] = data.w;
+      }
       columns[tile][0] = column_of(args, heads, item, tile * 8 + part * 2);
       columns[tile][1] = column_of(args, heads, item, tile * 8 + part * 2 + 1);
     }
@@ -218,6 +195,15 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
     const int32_t* table = args.table + item.n * args.table_width;
     int low_page = item.page + lane_id() < args.table_width ? table[item.page + lane_id()] : kNone;
     int high_page = item.page + 32 + lane_id() < args.table_width ? table[item.page + 32 + lane_id()] : kNone;
+    if (every) {
+      bool wanted = false;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const Column& column = columns[i / 2][i % 2];
+        wanted |= column.logits && column.lo < item.page + kChunk && column.hi > item.page;
+      }
+      if (!__any_sync(kAll, wanted)) break;
+    }
 
 #pragma unroll
     for (int begin = 0; begin < kChunk / 16; begin += kAtOnce) {
@@ -226,13 +212,26 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
       for (int i = 0; i < 2 * kAtOnce; ++i) {
         int group = begin + i / 2;
         int page = __shfl_sync(kAll, group < 2 ? low_page : high_page, group % 2 * 16 + row + i % 2 * 8);
-        load_landmark<T, kDim>(view, page, item.head, data[i / 2][i % 2]);
+        bool wanted = page >= 0 && page < view.pages;
+        const T* source = landmarks + (static_cast<int64_t>(wanted ? page : 0) * heads + item.head) * kDim + part * 8;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          data[i / 2][i % 2][step] =
+              wanted ? __ldcg(reinterpret_cast<const int4*>(source + step * 32)) : make_int4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce * kTiles; ++i) {
         int group = begin + i / kTiles, tile = i % kTiles;
         float logits[4] = {0, 0, 0, 0};
-        multiply_all<T>(logits, data[i / kTiles][0], data[i / kTiles][1], query[tile]);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          auto& a = data[i / kTiles][0][step];
+          auto& b = data[i / kTiles][1][step];
+          multiply<T>(logits, {uint32_t(a.x), uint32_t(b.x), uint32_t(a.y), uint32_t(b.y)}, query[tile][step][0],
+                      query[tile][step][1]);
+          multiply<T>(logits, {uint32_t(a.z), uint32_t(b.z), uint32_t(a.w), uint32_t(b.w)}, query[tile][step][2],
+                      query[tile][step][3]);
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const Column& column = columns[tile][j % 2];
@@ -254,75 +253,6 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 1)
       }
   }
   tickets.finish();
-}
-
-// The same for few requests, when a warp's own chain of instructions takes the time: a block for each chunk, 16 pages a
-// warp. kEvery: there is one for every chunk that the tables have room for, and it knows its own without a look at the
-// lengths. Sums are joined in the order of the kernel above.
-template <typename T, int kDim, bool kEvery>
-__global__ void __launch_bounds__(kScoreThreads, 8)
-    score_few_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvScore args) {
-  static_assert(kScoreThreads / 32 * 16 == kChunk);
-  SKV_DYNAMIC_SHARED(shared);
-  __shared__ BlockScratch scratch;
-  __shared__ float scores[kChunk][8];
-  wait_for_previous_kernel();
-  if (blockIdx.x >= args.blocks) {
-    reorder(view, args);
-    return;
-  }
-  int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads), chunks = chunks_of(args);
-  int items = requests * chunks * heads, blocks = static_cast<int>(args.blocks);
-  Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
-  if (!kEvery) {
-    find_spans(args, spans, scratch);
-    items = spans.start[requests] * heads;
-  }
-  int row = lane_id() / 4, part = lane_id() % 4, first = warp_id() * 16 + row;
-  float scale = static_cast<float>(args.scale) * kLog2e;
-  for (int index = blockIdx.x; index < items; index += blocks) {
-    int chunk = index / heads;
-    Item item = kEvery ? Item{chunk / chunks, index % heads, chunk % chunks * kChunk} : find_item(spans, requests, heads, index);
-    int physical[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int page = item.page + first + i * 8;
-      physical[i] = page < args.table_width ? args.table[item.n * args.table_width + page] : kNone;
-    }
-    uint32_t query[kDim / 32][4];
-    load_queries<T, kDim>(args, item, row, query);
-    Column columns[2] = {column_of(args, heads, item, part * 2), column_of(args, heads, item, part * 2 + 1)};
-    bool wanted = false;
-    for (const Column& column : columns)
-      wanted |= column.logits && column.lo < item.page + kChunk && column.hi > item.page;
-    if (kEvery && !__any_sync(kAll, wanted)) break;  // all warps alike
-
-    int4 data[2][kDim / 32];
-    load_landmark<T, kDim>(view, physical[0], item.head, data[0]);
-    load_landmark<T, kDim>(view, physical[1], item.head, data[1]);
-    float logits[4] = {0, 0, 0, 0};
-    multiply_all<T>(logits, data[0], data[1], query);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const Column& column = columns[j % 2];
-      int place = first + j / 2 * 8, page = item.page + place;
-      bool inside = column.logits && page >= column.lo && page < column.hi;
-      float x = logits[j] * scale;
-      if (inside) column.logits[page] = x;
-      scores[place][part * 2 + j % 2] = inside ? x : -kInf;
-    }
-    __syncthreads();
-    if (warp_id() < 2) {  // each a column of every lane
-      Sum sum;
-#pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) sum.add(scores[i * 8 + row][part * 2 + warp_id()]);
-      for (int bits = 4; bits < 32; bits <<= 1) sum.join_lane(bits);
-      float* partial = warp_id() ? columns[1].partial : columns[0].partial;
-      if (row == 0 && partial) *reinterpret_cast<float2*>(partial) = make_float2(sum.top, sum.sum);
-    }
-    if (kEvery) break;
-    __syncthreads();
-  }
 }
 
 // Any types and any head_dim that is a multiple of 4: a lane takes a page, queries wait in shared memory as float32.
@@ -347,7 +277,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
-    Item item = find_item(spans, requests, heads, index);
+    Item item = find_item(args, spans, false, requests, heads, index);
     tickets.draw();
     for (int first = 0; first < args.rows * args.group; first += kPlainQueries) {
       __syncwarp();  // the last pass may still read the queries
@@ -407,16 +337,10 @@ inline dim3 grid(const SkvView& view, const SkvScore& args) {
 template <typename T, int kDim>
 int launch_score(const SkvView& view, const SkvScore& args, const Launch& where) {
   size_t shared = (2 * args.n + 1) * sizeof(int);
-  bool one_tile = args.rows * args.group <= 8;
-  if (one_tile && args.n * view.heads <= kFewHeads) {
-    SkvScore few = args;
-    few.blocks = args.blocks * (kScoreThreads / 32);  // as many chunks at a time
-    if (few.blocks > kFewBlocks) few.blocks = kFewBlocks;
-    bool every = args.n * view.heads * chunks_of(args) <= few.blocks;
-    auto* kernel = every ? score_few_kernel<T, kDim, true> : score_few_kernel<T, kDim, false>;
-    return launch(where, kernel, grid(view, few), kScoreThreads, shared, view, few);
-  }
-  auto* kernel = one_tile ? score_kernel<T, kDim, 1> : score_kernel<T, kDim, 2>;
+  // While the device is not full, a warp's own chain of loads is what takes the time: it loads a whole chunk at once.
+  bool few = args.blocks <= kFewBlocks;
+  auto* kernel = args.rows * args.group <= 8 ? few ? score_kernel<T, kDim, 1, kChunk / 16> : score_kernel<T, kDim, 1, 2>
+                                             : score_kernel<T, kDim, 2, 1>;
   return launch(where, kernel, grid(view, args), kScoreThreads, shared, view, args);
 }
 
