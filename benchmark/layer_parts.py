@@ -1,0 +1,124 @@
+"""What each operation of a decode step's layer adds to it: score, select, resolve, attention with row 1's own token,
+and the append with a prefetch on a branch, in the shape of benchmark/kernels.py but float16.
+
+    python -m benchmark.layer_parts [--json FILE] [LIBRARY ...]
+
+A layer is a product that streams 117 MB of weights through the second-level cache and the operations up to one of them;
+a part is the difference between two such graphs, so launches that overlap count once. After a first step all pages are
+resident. LIBRARY: kernel libraries to compare, as `ops.build --out` makes them; by default this checkout's. Needs a GPU
+and FlashInfer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.sparse_kv.ops import build, cuda
+from sglang.srt.sparse_kv.ops.reference import NONE, Prefetch
+from sglang.srt.sparse_kv.ops.workspace import workspace
+from sglang.srt.sparse_kv.transfer import StreamTransfer
+
+from benchmark import kernels
+
+LENGTH = 32768
+CASES = [
+    (1, 0),
+    (4, 0),
+    (8, 0),
+    (1, 8192),
+    (4, 8192),
+    (8, 8192),
+]  # requests, pages of a table; 0: what the length needs
+PARTS = ("score", "select", "resolve", "attend", "append")
+LAYERS = 8
+
+
+class Layers:
+    """Some layers of `n` requests, each with data of its own, but for the host's pages, which nobody brings."""
+
+    def __init__(self, n: int, table: int, host: torch.Tensor, transfer: StreamTransfer):
+        device, shape, heads = kernels.DEVICE, kernels.SHAPE, kernels.HEADS
+        self.batch, self.transfer = kernels.Batch(n, LENGTH), transfer
+        batch = self.batch
+        if table:
+            batch.table = torch.nn.functional.pad(batch.table, (0, table - batch.max_pages)).contiguous()
+        self.views = [kernels.layer(3 * n * shape.width, batch.pages, host, batch.pages) for _ in range(LAYERS)]
+        predicted = (n + 1, LAYERS, heads, shape.budget_pages)
+        self.predicted = torch.full(predicted, NONE, dtype=torch.int32, device=device)
+        self.rows, self.closed = torch.arange(1, n + 1, device=device), batch.lengths // kernels.PAGE
+        self.cap = torch.full((1,), 128, dtype=torch.int32, device=device)
+        self.weights = [torch.randn((4096, 14336), device=device, dtype=kernels.DTYPE) for _ in range(3)]
+        self.x = torch.randn((2 * n, 4096), device=device, dtype=kernels.DTYPE)
+
+    def run(self, parts: int) -> None:
+        """Products alone, or with the first `parts` of PARTS."""
+        self.batch.clock.add_(1)
+        for i in range(LAYERS):
+            self.x @ self.weights[i % 3]
+            if parts:
+                self._layer(i, PARTS[:parts])
+
+    def _layer(self, i: int, parts: tuple[str, ...]) -> None:
+        b, view, shape, scale = self.batch, self.views[i], kernels.SHAPE, kernels.SCALE
+        inputs = cuda.attend_inputs(b.q, view, b.last, shape.width, scale)
+        if "append" in parts:
+            with self.transfer.branch():
+                before = self.views[i - 1], self.predicted[:, i - 1], b.clock, self.cap, b.table, self.closed, self.rows
+                beside = [Prefetch(*before)] if i else []
+                token = b.k[:, 0], b.v[:, 0], b.page, b.offset, b.active, b.clock
+                cuda.append(view, *token, through=False, beside=beside)
+        scores = cuda.score(b.q, view.landmarks, b.table, b.lo, b.hi, scale, inputs)
+        if "select" not in parts:
+            return
+        keep = self.predicted[:, i], self.rows
+        chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, keep)
+        if "resolve" not in parts:
+            return
+        self.transfer.join_branch()
+        slots, _ = cuda.resolve(view, chosen.pages, None, b.clock, inputs=inputs, num_pages=chosen.num_pages, move=True)
+        if "attend" in parts:
+            cuda.attend(b.q, b.k[:, 1], b.v[:, 1], view, slots, chosen.num_pages, b.last, scale, inputs)
+
+
+def measure(n: int, table: int, libraries: list[Path | None], host: torch.Tensor, transfer: StreamTransfer):
+    """Rows of the parts' microseconds, one for each library."""
+    layers = Layers(n, table, host, transfer)
+    for library in libraries:
+        build.use(None if library is None else build.load(library))
+        layers.run(len(PARTS))
+        times = [kernels.timed(lambda k=k: layers.run(k), per=LAYERS) for k in range(len(PARTS) + 1)]
+        row: dict[str, Any] = {
+            "library": str(library or "checkout"),
+            "requests": n,
+            "table": layers.batch.table.shape[1],
+        }
+        row |= {part: round(times[k + 1] - times[k], 2) for k, part in enumerate(PARTS)}
+        row["all"] = round(times[-1] - times[0], 2)
+        print(*row.values(), flush=True)
+        workspace(kernels.DEVICE).check()
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("libraries", nargs="*", type=Path, metavar="LIBRARY")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    args = parser.parse_args()
+    kernels.DTYPE = torch.float16
+    transfer = StreamTransfer(kernels.DEVICE)
+    pages = max(n for n, _ in CASES) * (LENGTH // kernels.PAGE + 2) + 1
+    unit = kernels.HEADS, 2, kernels.PAGE, kernels.DIM
+    host = torch.empty((pages, *unit), dtype=kernels.DTYPE, device=kernels.DEVICE)
+    cuda.skip_copies(kernels.DEVICE, True)
+    print("library requests table", *PARTS, "all")
+    rows = [row for case in CASES for row in measure(*case, args.libraries or [None], host, transfer)]
+    if args.json:
+        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
