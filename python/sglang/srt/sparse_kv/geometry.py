@@ -94,6 +94,11 @@ class SelectionShape:
         """Most requests for which one row with scores is held ready: contexts of two selections each still fit."""
         return slots // (2 * self.width)
 
+    def takes_every_page(self, length: int) -> bool:
+        """Whether contexts of up to so many committed tokens are selected whole, whatever the scores."""
+        closed = max(0, length + 1 - self.window) // self.page_size
+        return closed - min(closed, self.sink_pages) <= self.budget_pages
+
     def candidate_bounds(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logical pages [lo, hi) that compete for the budget when the query sits at position `length`.
 

@@ -92,10 +92,8 @@ def rows_of(config: SparseKVConfig, load: cost.Load, requests: int, context: int
     if config.rows != "auto" or load.rows == 1:
         return load.rows
     shape, page = load.shape, load.geometry.page_size
-    closed = max(0, context + 1 - shape.window) // page  # pages that compete for the budget, and the sinks
-    every_page = closed - min(closed, shape.sink_pages) <= shape.budget_pages
     fits = not load.scoped and requests * (context // page + 1) <= slots
-    return 1 if fits and (every_page or requests <= shape.most_alone(slots)) else 2
+    return 1 if fits and (shape.takes_every_page(context) or requests <= shape.most_alone(slots)) else 2
 
 
 def splits(config: SparseKVConfig, geometry: Geometry, given: Given) -> Iterator[tuple[int, int]]:

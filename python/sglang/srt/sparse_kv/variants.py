@@ -13,9 +13,10 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
 # Steps for which a batch must have been able to go with one row before it does, once it had two. On the way back every
@@ -40,43 +41,45 @@ class Chooser:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.lengths = torch.zeros(num_slots, dtype=torch.int64)  # committed tokens
-        self._unguessed = torch.zeros(num_slots, dtype=torch.bool)  # ran with one row since their last guess
+        # numpy's calls take a fraction of torch's time, and this is on every step's way.
+        self.lengths = np.zeros(num_slots, np.int64)  # committed tokens
+        self._unguessed = np.zeros(num_slots, np.bool_)  # ran with one row since their last guess
         self._settled = SETTLE  # steps in a row for which one row would have done
 
     def start(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """A prefill: the slots' owners have so many tokens."""
-        self.lengths[slots] = lengths
-        self._unguessed[slots] = False
+        self.lengths[slots.numpy()] = lengths.numpy()
+        self._unguessed[slots.numpy()] = False
 
     def choose(self, slots: torch.Tensor, runtime: SparseKVRuntime) -> Variant:
         """The variant of the next step of these requests, which adds one token to each."""
-        lengths = self.lengths[slots]
-        self.lengths[slots] = lengths + 1
+        places = slots.numpy()
+        lengths = self.lengths[places]
+        self.lengths[places] = lengths + 1
         variant = self._choose(lengths, runtime)
         if variant is not Variant.TWO_ROWS:
-            self._unguessed[slots] = True
+            self._unguessed[places] = True
         return variant
 
     def take_unguessed(self, slots: torch.Tensor) -> list[int]:
         """Places in the batch of the requests that have no guess because they ran with one row; they are told once."""
-        places = self._unguessed[slots].nonzero()[:, 0].tolist()
-        self._unguessed[slots] = False
+        places = self._unguessed[slots.numpy()].nonzero()[0].tolist()
+        if places:
+            self._unguessed[slots.numpy()] = False
         return places
 
     def reset(self) -> None:
         """No request is alive."""
-        self._unguessed.fill_(False)
+        self._unguessed[:] = False
         self._settled = SETTLE
 
-    def _choose(self, lengths: torch.Tensor, runtime: SparseKVRuntime) -> Variant:
+    def _choose(self, lengths: np.ndarray, runtime: SparseKVRuntime) -> Variant:
         policy, shape, cache = runtime.policy, runtime.shape, runtime.cache
         if policy.rows == 2:
             return Variant.TWO_ROWS
         everything = False
         if policy.skip_scores and not cache.scoped and runtime.recorder is None:
-            low, high = shape.candidate_bounds(lengths)
-            everything = bool((high - low <= shape.budget_pages).all())
+            everything = shape.takes_every_page(int(lengths.max()))
         alone = Variant.ALL_PAGES if everything else Variant.ONE_ROW
         if policy.rows == 1 or runtime.config.most_rows == 1:
             return alone
