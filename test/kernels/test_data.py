@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
-from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference
+from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -180,12 +180,12 @@ def test_store_chunk(engine, page_size, dim, dtype):
         )
         k, v, k_dev, v_dev = tokens_of(seed, loc.numel(), heads, dim, dtype, engine.device)
         expected = copy_of(view)
-        reference.store_chunk(expected, k, v, loc, through=True)
+        reference_prefill.store_chunk(expected, k, v, loc, through=True)
         if not through:
             expected.host = view.host.clone()
             expected.host[loc // page_size, :, 0, loc % page_size] = k  # landmarks still come from the chunk
             expected.landmarks = copy_of(view).landmarks
-            reference.store_chunk(expected, k, v, loc, through=False)
+            reference_prefill.store_chunk(expected, k, v, loc, through=False)
             expected.host = view.host.clone()
         cuda_prefill.store_chunk(view, k_dev, v_dev, loc.to(engine.device), through)
         if engine.device.type == "cuda":
@@ -214,7 +214,7 @@ def test_stage(engine, page_size, dim, dtype, install):
         step = torch.tensor([STEP - 4], dtype=torch.int32)
         to = lambda t: t.to(engine.device)  # noqa: E731
         more = (tokens, step) if install else ()
-        reference.stage(expected_view, chosen, expected[:, :, : count * page_size], *more)
+        reference_prefill.stage(expected_view, chosen, expected[:, :, : count * page_size], *more)
         cuda_prefill.stage(view, to(chosen), whole[:, :, : count * page_size], *map(to, more))
         ours = whole.cpu()
         if count and install:  # what lies behind the last page's tokens is of no account
@@ -239,7 +239,7 @@ def test_refresh(engine, page_size, dim, dtype, install):
         step = torch.tensor([STEP - 4], dtype=torch.int32) if install else None
         to = lambda t: None if t is None else t.to(engine.device)  # noqa: E731
         expected, before = copy_of(view), copy_of(view)
-        reference.refresh(expected, k, v, loc, begun, tokens, step)
+        reference_prefill.refresh(expected, k, v, loc, begun, tokens, step)
         cuda_prefill.refresh(view, k_dev, v_dev, *map(to, (loc, begun, tokens, step)))
         same_tables(view, expected, before)
         assert torch.equal(view.counters.cpu(), expected.counters)
@@ -264,7 +264,7 @@ def test_fill(engine, page_size, dim, dtype):
     loc = torch.cat([torch.arange(3, 9 * page_size + 1), torch.arange(20 * page_size, 30 * page_size)])
     k, v, k_dev, v_dev = tokens_of(3, loc.numel(), heads, dim, dtype, engine.device)
     expected = copy_of(view)
-    reference.fill(expected, k, v, loc)
+    reference_prefill.fill(expected, k, v, loc)
     assert not torch.equal(expected.kv, view.kv.cpu())
     cuda_prefill.fill(view, k_dev, v_dev, loc.to(engine.device))
     assert torch.equal(view.kv.cpu(), expected.kv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
-from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops import cuda, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE, RESERVED, CapacityError
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -194,7 +194,7 @@ def test_install(engine, count, room):
     tokens = torch.full_like(absent, 16)
     tokens[-1:] = 5
     expected, before = copy_of(view), copy_of(view)
-    fetch_ref = reference.install(expected, absent, tokens, step_on("cpu", 20))
+    fetch_ref = reference_prefill.install(expected, absent, tokens, step_on("cpu", 20))
     fetch = cuda.install(view, absent.to(engine.device), tokens.to(engine.device), step_on(engine.device, 20))
     same_tables(view, expected, before)
     same_fetch(view, fetch, fetch_ref)

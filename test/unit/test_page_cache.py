@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_rig import DIM, FULL, PAGES, clock, make_cache, rows
 from sglang.srt.sparse_kv.geometry import resident_layers
-from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops import reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError
 from sglang.srt.sparse_kv.page_cache import PageCache
 
@@ -139,7 +139,7 @@ def test_an_install_takes_long_unused_slots_only_the_last_page_first():
     #        page   5   7   8   -
     #        stamp  2   9   9   -
     view = put(cache := make_cache(4), [5, 7, 8, NONE], [2, 9, 9, NEVER])
-    fetch = reference.install(view, torch.tensor([10, 11, 12]), torch.tensor([FULL, FULL, 3]), clock(5))
+    fetch = reference_prefill.install(view, torch.tensor([10, 11, 12]), torch.tensor([FULL, FULL, 3]), clock(5))
     assert rows(fetch) == [(12, 0, 3, 3), (11, 0, 0, FULL)]
     assert counter(view, "missed") == counter(view, "tokens_in") == 0 and counter(view, "evicted") == 1
     cache.check()
@@ -219,7 +219,7 @@ def test_a_landmark_is_the_same_whoever_closes_the_page():
         rand = torch.Generator().manual_seed(seed)
         cache = make_cache(3, heads=2, layers=2)
         k = torch.randn(3 * FULL, 2, DIM, generator=rand)
-        reference.store_chunk(cache.views[0], k, k, torch.arange(3 * FULL) + FULL)
+        reference_prefill.store_chunk(cache.views[0], k, k, torch.arange(3 * FULL) + FULL)
         for t in range(3 * FULL):
             for h in range(2):
                 cache.views[1].host[1 + t // FULL, h, :, t % FULL] = k[t, h]
@@ -309,7 +309,7 @@ def test_reserved_slots_are_never_used():
         reference.resolve(view, units([1, 2, 3]), None, clock(9))
     reference.resolve(view, units([1, 2]), None, clock(9))
     reference.plan_prefetch(view, units([5, 6]), None, clock(9), cap=9)
-    reference.install(view, torch.tensor([7]), torch.tensor([FULL]), clock(9))
+    reference_prefill.install(view, torch.tensor([7]), torch.tensor([FULL]), clock(9))
     reference.clear(view)
     assert view.stamp.tolist() == [[NEVER, NEVER, RESERVED, RESERVED]]
     assert view.page_of[0, 2:].tolist() == [NONE, NONE]

@@ -10,7 +10,7 @@ from cache_rig import FULL, PAGES, clock, make_cache, rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops import reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, CapacityError, Fetch
 
 
@@ -164,7 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         filled = [FULL] * (len(written) - 1) + [tokens] * bool(written)
         self.filled |= dict(zip(written, filled))
         chunk = torch.tensor(written).long(), torch.tensor(filled).long()
-        fetch = reference.install(self.view, *chunk, clock(self.step - 2))
+        fetch = reference_prefill.install(self.view, *chunk, clock(self.step - 2))
         self.land(fetch, self.model.install(list(zip(written, filled)), self.step - 2))
 
     @rule()

@@ -306,7 +306,7 @@ def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetch
 
 
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:
-    """As reference.install; pages that are resident after all are left alone."""
+    """As reference_prefill.install; pages that are resident after all are left alone."""
     return _edit(view, entering(view, pages, tokens, step))
 
 

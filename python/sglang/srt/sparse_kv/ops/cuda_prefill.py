@@ -13,8 +13,8 @@ from sglang.srt.sparse_kv.ops.workspace import workspace
 
 
 def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
-    """As reference.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that move the
-    units which are not resident.
+    """As reference_prefill.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that
+    move the units which are not resident.
     """
     heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
     expected = (2, heads, count * view.kv.shape[3], dim)
@@ -46,17 +46,17 @@ def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:
 
 
 def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
-    """As reference.store_chunk."""
+    """As reference_prefill.store_chunk."""
     launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through))
 
 
 def fill(view: LayerView, k, v, loc) -> None:
-    """As reference.fill."""
+    """As reference_prefill.fill."""
     launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))
 
 
 def refresh(view: LayerView, k, v, loc, pages, tokens, step=None) -> None:
-    """As reference.refresh, in one call."""
+    """As reference_prefill.refresh, in one call."""
     heads, device = view.kv.shape[0], k.device
     if step is None:
         begun = abi.Resolve(pages=ints(pages, "pages"), width=pages.shape[0])
