@@ -14,6 +14,9 @@ SMALL_POOL_TOKENS = 1024
 
 
 DEMO = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
+EIGHT = Geometry(
+    30, 8, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32
+)  # the demo model as tiny_models.py inflates it
 TINY = Geometry(4, 2, 4, 32, PAGE, 0, 0, 0, torch.float32, torch.float32)  # of tiny_models.py
 
 
@@ -36,7 +39,14 @@ def _sparse(budget: int, tokens: int = 16384, requests: int = 4, flags: tuple[st
     return Kind((*pool(tokens, requests), *flags), config)
 
 
+def _slots(geometry: Geometry) -> int:
+    return smallest_cache(2048, 4, geometry, debug=True)
+
+
 _TINY = ("qwen2", "qwen3", "mistral")
+
+_RANKS = ("--tp-size", "2")
+_EIGHT = pool(16384, 4)
 
 KINDS: dict[str, Kind] = {
     "plain": Kind(pool(16384, 8)),
@@ -63,6 +73,19 @@ KINDS: dict[str, Kind] = {
     "plain-long": Kind(pool(24576, 2)),
     "long": _sparse(8192, 24576, requests=1, debug=True, prefetch_cap=0.125),
     "long-batch": _sparse(512, 32768, requests=4, debug=True),
+    # One rank and two. Memory is of each rank, so that two have half the bytes and the same slots.
+    "plain-eight-heads": Kind(_EIGHT, model="tp8"),
+    "one-rank": Kind(_EIGHT, {"budget": 2048, "debug": True, "cache_memory": _slots(EIGHT)}, model="tp8"),
+    "two-ranks": Kind(
+        (*_EIGHT, *_RANKS), {"budget": 2048, "debug": True, "cache_memory": _slots(EIGHT) // 2}, model="tp8"
+    ),
+    "two-replicas": Kind((*pool(8192, 4), "--dp-size", "2"), {"budget": 2048, "cache_memory": "200MB"}, model="qwen2"),
+    "two-ranks-retracting": Kind(
+        (*pool(8192, 4), *_RANKS),
+        {"budget": 2048, "debug": True, "cache_memory": "100MB"},
+        model="qwen2",
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"},
+    ),
     **{f"plain-{name}": Kind(pool(8192, 4), model=name) for name in _TINY},
     **{
         name: Kind(pool(8192, 4), {"budget": 2048, "debug": True, "cache_memory": "200MB"}, model=name)

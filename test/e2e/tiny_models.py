@@ -1,15 +1,30 @@
-"""Small random models of other architectures, with every optional weight of theirs in use."""
+"""Small random models of other architectures, with every optional weight of theirs in use; and the demo model with
+more KV heads.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 NAMES = ("qwen2", "qwen3", "mistral")
+EIGHT_HEADS = "tp8"  # the demo model's function with 8 KV heads instead of 3; the shape's name
 
 
-def make(name: str, folder: Path, tokenizer: str) -> str:
-    """Saves a random model of that architecture with the tokenizer of the model at `tokenizer`; returns its path."""
+def make(name: str, folder: Path, demo_model: str) -> str:
+    """Saves the model of that name, which has the demo model's tokenizer; returns its path."""
+    if name == EIGHT_HEADS:
+        path = folder / name
+        command = [sys.executable, "-m", "benchmark.models.inflate", demo_model, str(path)]
+        command += ["--shape", name, "--dtype", "float32"]  # does nothing where it is there
+        subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[2], capture_output=True)
+        return str(path)
+    return _random(name, folder, demo_model)
+
+
+def _random(name: str, folder: Path, tokenizer: str) -> str:
     import torch
     from transformers import AutoTokenizer, MistralConfig, Qwen2Config, Qwen3Config, set_seed
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM

@@ -91,6 +91,11 @@ def test_the_same_option_is_fine_without_sparse_kv_and_at_its_default(entry):
     refusals.check_arguments({entry.field: default[entry.field]}, default)
 
 
+def test_a_kv_head_belongs_to_one_rank(model):
+    text = refusal("--model-path", model, *ON, "--tp-size", "4")
+    assert "--tp-size is 4 and the model has 2 KV heads" in text and "choose a divisor of 2" in text
+
+
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_a_variable_that_changes_what_arguments_mean(name, model, monkeypatch):
     monkeypatch.setenv(name, "1")
