@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serving import Answer
+from serving import Answer, Server
 
 
 def assert_same_tokens(ours: Sequence[Answer], expected: Sequence[Answer], what: str = "") -> None:
@@ -37,3 +37,14 @@ def worst_gap(ours: Sequence[Answer], expected: Sequence[Answer]) -> float:
 
 def ids(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.ids for answer in answers]
+
+
+# What ranks of one server cannot disagree about, whichever pages their heads select.
+SHARED = ("steps", "guides", "guide_hits", "bytes_stored", "bytes_staged", "free_tokens", "slots", "host_tokens")
+
+
+def assert_ranks_agree(server: Server) -> None:
+    """Two ranks have the same counters and the same free tokens."""
+    first, second = server.ranks()
+    assert {name: first[name] for name in SHARED} == {name: second[name] for name in SHARED}
+    assert first["total"]["selected"] == second["total"]["selected"]

@@ -237,6 +237,10 @@ class Server:
         """The sparse KV summary of /server_info."""
         return self.info()["internal_states"][0]["sparse_kv"]
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """The counters of each tensor parallel rank."""
+        return self.counters()["ranks"]
+
     def totals(self) -> dict[str, int]:
         """Counters of all layers together, and the steps and guides of the summary."""
         summary = self.counters()

@@ -1,24 +1,17 @@
-"""Two ranks on one machine, over gloo: they say what one says, whatever happens to the transfers of one of them."""
+"""Two ranks on one machine, over gloo, say what one says: the demo model in a shape with eight KV heads."""
 
 from __future__ import annotations
 
-import threading
-import time
-from typing import Any
-
 import pytest
-import requests
-from checks import assert_same_bits, assert_same_tokens, worst_gap
+from checks import assert_ranks_agree, assert_same_tokens, worst_gap
 from serving import Answer, Server, recorded
-from texts import TWENTY, question
+from texts import chat, question
 
 pytestmark = pytest.mark.slow
 
-BUDGET, TOKENS = 512, 24
-SELECTION = 32 + 1 + 5  # pages: budget, sink, window with the open page
-PROMPTS = [TWENTY[1], TWENTY[6], *TWENTY[-2:]]
-# What ranks of one server cannot disagree about, whichever pages their heads select.
-SHARED = ("steps", "guides", "guide_hits", "bytes_stored", "bytes_staged", "free_tokens", "slots", "host_tokens")
+TOKENS = 24
+# About 50 and 900 tokens of the demo model: in its shape with eight heads it is slow on a CPU.
+PROMPTS = [chat("Name three rivers of France."), question("records", 2700, 2000)]
 
 
 @recorded("plain-eight-heads")
@@ -28,18 +21,8 @@ def whole_contexts(server: Server) -> list[Answer]:
 
 @recorded("one-rank")
 def at_budget_512(server: Server) -> list[Answer]:
-    server.policy(budget=BUDGET)
+    server.policy(budget=512)
     return server.ask_each(PROMPTS, TOKENS, return_logprob=True)
-
-
-def ranks(server: Server) -> list[dict[str, Any]]:
-    return server.counters()["ranks"]
-
-
-def assert_ranks_agree(server: Server) -> None:
-    first, second = ranks(server)
-    assert {name: first[name] for name in SHARED} == {name: second[name] for name in SHARED}
-    assert first["total"]["selected"] == second["total"]["selected"] > 0
 
 
 @pytest.mark.parametrize("served", ["two-ranks"], indirect=True)
@@ -54,83 +37,9 @@ def test_a_budget_above_the_context_is_dense(served: Server, recorded_on):
 @pytest.mark.parametrize("served", ["two-ranks"], indirect=True)
 def test_a_small_budget_gives_what_one_rank_gives(served: Server, recorded_on):
     expected = recorded_on("one-rank", at_budget_512)
-    served.policy(budget=BUDGET)
+    served.policy(budget=512)
     ours = served.ask_each(PROMPTS, TOKENS, return_logprob=True)
-    assert max(answer.prompt_tokens for answer in ours) > 3 * BUDGET
+    assert ours[-1].prompt_tokens > 512 + 16 + 80 + 128, "budget, sinks and window leave pages out"
     assert_same_tokens(ours, expected, "two ranks against one")
     assert worst_gap(ours, expected) < 1e-3, "the sums of two ranks differ from one's in last bits only"
     assert_ranks_agree(served)
-
-
-SLOW = {
-    "delayed": {"transfer": 1},
-    "reordered": {"transfer": 2, "seed": 3},
-    "failing": {"transfer": 3, "seed": 5},
-    "without prefetch": {"prefetch": 0},
-}
-
-
-@pytest.mark.parametrize("served", ["two-ranks"], indirect=True)
-def test_trouble_on_one_rank_changes_no_bit(served: Server):
-    served.policy(budget=BUDGET, cache_slots=2 * SELECTION)
-    served.ask_each(PROMPTS, 1)  # the prompts are in the radix cache from here on
-    expected = served.ask_each(PROMPTS, TOKENS, return_logprob=True)
-    for name, values in SLOW.items():
-        served.policy(budget=BUDGET, cache_slots=2 * SELECTION)
-        update = {f"sparse_kv.{key}": value for key, value in {"rank": 1, **values}.items()}
-        assert served.post("/set_internal_state", {"server_args": update}) == [True]
-        assert_same_bits(served.ask_each(PROMPTS, TOKENS, return_logprob=True), expected, f"rank 1 {name}")
-        first, second = ranks(served)
-        assert first["policy"] != second["policy"] and first["policy"]["budget"] == second["policy"]["budget"]
-        assert min(first["total"]["missed"], second["total"]["missed"]) > 0
-        assert_ranks_agree(served)
-    wrong = {"sparse_kv.rank": 1, "sparse_kv.budget": 256}
-    assert served.post("/set_internal_state", {"server_args": wrong}) == [False]
-
-
-@pytest.mark.parametrize("served", ["two-ranks"], indirect=True)
-def test_drawn_tokens_are_the_same_on_both_ranks(served: Server):
-    """Noise is each rank's own computation; a rank that drew another token would write other keys from there on."""
-    drawn = {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 11, "ignore_eos": True}
-    first = served.ask_all(PROMPTS, 40, **drawn)
-    again = served.ask_all(PROMPTS, 40, **drawn)
-    assert_same_tokens(again, first, "the same seed")
-    assert_ranks_agree(served)
-    assert ranks(served)[0]["guide_hits"] > 0
-
-
-FOUR = [question(kind, 1200, 800 * i) for i, kind in enumerate(("tale", "licence", "code", "records"))]
-
-
-@pytest.mark.parametrize("served", ["two-ranks-retracting"], indirect=True)
-def test_retraction_and_aborts_leave_the_ranks_equal(served: Server):
-    alone = served.ask_each(FOUR, 60, ignore_eos=True)
-    assert_same_tokens(served.ask_all(FOUR, 60, ignore_eos=True), alone, "retracted every few steps")
-    assert "etract" in served.log()
-    streams = [served.stream(FOUR[i % 4][i:], 300, f"storm-{i}", ignore_eos=True) for i in range(8)]
-    threads = [threading.Thread(target=list, args=(stream,)) for stream in streams]
-    for i, thread in enumerate(threads):
-        thread.start()
-        if i % 2:
-            time.sleep(0.4)
-            requests.post(served.url + "/abort_request", json={"rid": f"storm-{i - 1}"}, timeout=30)
-    time.sleep(1)
-    requests.post(served.url + "/abort_request", json={"rid": "", "abort_all": True}, timeout=30)
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a stream hangs"
-    served.wait_idle()
-    assert_ranks_agree(served)
-    served.flush()
-    assert_ranks_agree(served)
-    assert ranks(served)[0]["free_tokens"] == ranks(served)[0]["host_tokens"]
-    assert_same_tokens(served.ask_each(FOUR, 60, ignore_eos=True), alone, "after the storm")
-
-
-@pytest.mark.parametrize("served", ["two-replicas"], indirect=True)
-def test_replicas_answer_alike_and_share_the_host(served: Server):
-    one, other = served.ask_each(FOUR[:1] * 2, 24)  # SGLang sends one to each
-    assert one.ids == other.ids and other.cached_tokens == 0
-    states = [state["sparse_kv"] for state in served.info()["internal_states"]]
-    assert len(states) == 2 and all(state["steps"] >= 23 for state in states)
-    assert [len(state["ranks"]) for state in states] == [1, 1]
