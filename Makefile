@@ -9,11 +9,12 @@ ARGS ?=
 TESTS ?=
 # Added to the kernels' build, e.g. KERNELS='--arch 90 --verbose'.
 KERNELS ?=
-# Tests without a server run side by side; one process takes 1 GB.
+# Tests run side by side, files of them: a process takes 1 GB, with a server 5 GB.
 JOBS ?= 2
 PYTEST = -m pytest --timeout 900 --durations 10 --disable-warnings $(TESTS)
-UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) -n $(JOBS) --dist loadfile test/unit test/kernels
-E2E = $(PY) $(PYTEST) test/e2e
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
+UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/unit test/kernels
+E2E = $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/e2e
 # What TESTS asks for may lie in one of the two alone: pytest's status 5, no tests, is none of a failure.
 FOUND = || [ $$? -eq 5 ]
 
