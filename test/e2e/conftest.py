@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fleet(request: pytest.FixtureRequest, demo_model: str, tmp_path_factory) -> Iterator[Fleet]:
     modules = {item.module: None for item in request.session.items if hasattr(item, "module")}
     found = {value: None for module in modules for value in vars(module).values() if hasattr(value, "recorded_on")}
-    fleet = Fleet(KINDS, demo_model, tmp_path_factory.mktemp("servers"), found)
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    fleet = Fleet(KINDS, demo_model, tmp_path_factory.mktemp("servers"), shared, found)
     yield fleet
     fleet.stop()
 

@@ -1,10 +1,11 @@
-"""Servers as the tests use them: real processes, started one at a time, asked over HTTP."""
+"""Servers as the tests use them: real processes, one at a time for each that runs tests, asked over HTTP."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 import requests
 import tiny_models
+from filelock import FileLock
 from sglang.srt.sparse_kv.policy import NAMED
 
 START_TIMEOUT = 300  # seconds; a start takes about 25 on two cores
@@ -320,6 +322,10 @@ def _outcome(scenario: Scenario, server: Server) -> Any:
         return error
 
 
+def _key(scenario: Scenario) -> str:
+    return f"{scenario.__module__}.{scenario.__qualname__}"
+
+
 def recorded(*kinds: str) -> Callable[[Scenario], Scenario]:
     """Marks a function of a server whose results tests need of other servers too.
 
@@ -335,10 +341,15 @@ def recorded(*kinds: str) -> Callable[[Scenario], Scenario]:
 
 
 class Fleet:
-    """Starts the servers that tests ask for, one at a time, and keeps what was recorded on each."""
+    """Starts the servers that tests ask for, one at a time, and keeps what was recorded on each.
 
-    def __init__(self, kinds: dict[str, Kind], demo_model: str, folder: Path, scenarios: Iterable[Scenario]):
-        self.kinds, self.demo_model, self.folder = kinds, demo_model, folder
+    shared: a folder of all processes that run tests; what one of them records there the others read.
+    """
+
+    def __init__(
+        self, kinds: dict[str, Kind], demo_model: str, folder: Path, shared: Path, scenarios: Iterable[Scenario]
+    ):
+        self.kinds, self.demo_model, self.folder, self.shared = kinds, demo_model, folder, shared
         self.scenarios = list(scenarios)
         self.running: Server | None = None
         self.results: dict[tuple[str, Scenario], Any] = {}
@@ -348,11 +359,24 @@ class Fleet:
         if self.running is None or self.running.name != name:
             for earlier in list(self.kinds)[: list(self.kinds).index(name)]:
                 if self._pending(earlier):
-                    self._start(earlier)
+                    self._record(earlier)
             self._start(name)
         assert self.running is not None
         self.running.check_alive()
         return self.running
+
+    def _record(self, name: str) -> None:
+        """Runs what is pending on a server of that name, unless another process has."""
+        file = self.shared / f"{name}.recorded"
+        with FileLock(f"{file}.lock"):
+            if file.exists():
+                known = pickle.loads(file.read_bytes())
+                self.results |= {(name, s): known[_key(s)] for s in self._pending(name)}
+            else:
+                self._start(name)
+                file.write_bytes(
+                    pickle.dumps({_key(s): result for (n, s), result in self.results.items() if n == name})
+                )
 
     def _start(self, name: str) -> None:
         self.stop()
