@@ -5,13 +5,16 @@ The model is a random one with a KV head for each rank.
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import requests
+import tiny_models
 from checks import assert_ranks_agree, assert_same_bits, assert_same_tokens
-from serving import Server
+from serving import Kind, Server
 from texts import question
 
 pytestmark = pytest.mark.slow
@@ -92,3 +95,15 @@ def test_replicas_answer_alike_and_share_the_host(served: Server):
     states = [state["sparse_kv"] for state in served.info()["internal_states"]]
     assert len(states) == 2 and all(state["steps"] >= 23 for state in states)
     assert [len(state["ranks"]) for state in states] == [1, 1]
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--dp-size"])
+def test_a_refusal_ends_all_processes_in_one_sentence(demo_model: str, tmp_path: Path, flag: str):
+    """Whoever waits for the process that refused is told, too."""
+    model = tiny_models.make("qwen2", tmp_path, demo_model)
+    command = Kind((flag, "2"), {"budget": 64, "cache_memory": 1000}).command(model, 1)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode != 0
+    sentence = ended.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("sglang-dualdecoder: the page cache of 0.000 GB has 0 slots"), ended.stderr[-3000:]
+    assert "raise cache_memory" in sentence
