@@ -14,7 +14,7 @@ JOBS ?= 2
 PYTEST = -m pytest --timeout 900 --durations 10 --disable-warnings $(TESTS)
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
 UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/unit test/kernels
-E2E = $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/e2e
+E2E = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/e2e
 # What TESTS asks for may lie in one of the two alone: pytest's status 5, no tests, is none of a failure.
 FOUND = || [ $$? -eq 5 ]
 

@@ -37,6 +37,7 @@ def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, c
     assert "on_demand" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_first_tokens_are_measured(sparse, demo_model, tmp_path):
     """A second turn reads its prefix from the cache, and from the host where that was emptied."""
     output = tmp_path / "prefill.json"

@@ -71,6 +71,7 @@ def test_an_agent_without_files_says_so(server_url, tmp_path):
         load("code_agent").run(server_url, tmp_path, ["What is here?"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fork_select", "agent", "chat_stream", "batch_qa"])
 def test_from_the_command_line(server_url, name):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--url", server_url]

@@ -10,7 +10,7 @@ PROMPTS = [question("tale", 1200, 3000), chat("List ten animals, each with one s
 TOKENS = 36  # long enough for a look-ahead
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.6, 1.0))])
 def test_a_chain_never_loses_a_context_that_its_budget_covers(sparse: Server, temperature: float):
     """Row 1 then attends to all that row 0 will attend to. The odd tie between two tokens is all that may go wrong."""
     sparse.policy(guide="chain")
@@ -35,6 +35,7 @@ def test_lookups_bring_a_lost_guide_back(sparse: Server):
     assert rates["resync"] > rates["chain"], rates
 
 
+@pytest.mark.slow
 def test_a_chain_over_pages_of_its_own_stays_right(sparse: Server):
     """What throws a chain off is that row 1 attends to row 0's pages; over its own it is row 0 of the next step."""
     prompt = question("tale", 9000)

@@ -53,7 +53,19 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+# What another policy of the fast tier shows as well, or the unit tests do.
+SLOW = {
+    "frozen guide",
+    "right guide",
+    "chain without lookups",
+    "lookup guide",
+    "prefetch capped",
+    "half of the layers resident",
+    "delayed, nothing resident",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in POLICIES])
 def test_policy_changes_no_bit(sparse: Server, expected: list[Answer], name: str):
     policy = POLICIES[name]
     sparse.policy(budget=BUDGET, **policy)

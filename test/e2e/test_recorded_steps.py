@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree
 
+import pytest
+
 from benchmark.timeline.__main__ import main
 from benchmark.timeline.lanes import LANES
 
 
+@pytest.mark.slow
 def test_a_running_server_draws_its_steps(sparse, tmp_path, capsys):
     sparse.policy(budget=256, cache_slots=64)
     out, picture = tmp_path / "timeline.json", tmp_path / "timeline.svg"
