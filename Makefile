@@ -47,11 +47,11 @@ serve: $(MODEL)/prepared ## serve the demo model on http://127.0.0.1:30000
 	@SGLANG_PLATFORM=torch_cpu exec $(PY) -m sglang.launch_server --model-path $(MODEL) --host $(HOST) --port $(PORT) \
 	  --sparse-kv dualdecoder --device cpu --dtype float32 --sleep-on-idle --enable-metrics $(ARGS)
 
-test: check $(MODEL)/prepared ## lint, types and the fast tests (under 15 minutes)
+test: check $(MODEL)/prepared ## lint, types and the fast tests
 	$(UNIT) -m "not slow" $(FOUND)
 	$(E2E) -m "not slow" $(FOUND)
 
-test-all: check $(MODEL)/prepared ## every test: long contexts, many seeds, all configurations (under 75 minutes)
+test-all: check $(MODEL)/prepared ## every test: long contexts, many seeds, all configurations
 	$(UNIT) $(FOUND)
 	$(E2E) $(FOUND)
 
