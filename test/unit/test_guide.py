@@ -185,3 +185,19 @@ def test_no_request_waits_for_the_compiler():
                 guess, in_sync = begin(guide, gate, slots, positions, 0.25)
                 tokens, drawn = torch.ones(rows, dtype=dtype), torch.zeros(rows, dtype=dtype)
                 end(guide, gate, slots, in_sync, guess, tokens, drawn, 0.25)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_starting_and_setting_do_not_wait_for_the_device():
+    """They follow a prefill: whoever waits there launches the next step only when the prefill has ended."""
+    state, gate, slots = GuideState(6, VOCAB, "cuda"), Gate(6, "cuda"), SLOTS.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state.start(slots)
+        gate.start(slots)
+        state.set(slots, slots)
+        state.set(slots, slots, slots > 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.in_sync.tolist() == [False, False, False, True, False, False]

@@ -31,7 +31,7 @@ class Gate:
     def start(self, slots: torch.Tensor) -> None:
         """New owners: their predictions are still to come, and the first forward's guesses may be anything."""
         self.rate[slots] = self._prior
-        self.open[:, slots] = False
+        self.open.index_fill_(1, slots.long(), False)  # an assignment would wait for the device
 
     def decide(self, slots: torch.Tensor, in_sync: torch.Tensor, floor: float) -> None:
         """A step begins whose guesses rest on a right one, or not. floor: least chance of a right guess that is worth a

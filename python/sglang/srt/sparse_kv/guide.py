@@ -57,13 +57,17 @@ class GuideState:
 
     def start(self, slots: torch.Tensor) -> None:
         """A prefill ended for `slots`, int [N]: nothing is known of what follows its token."""
-        self.guess[slots] = self.NONE
-        self.in_sync[slots] = False
+        # Not by assignment: torch would bring the number to the device, and wait until it is there.
+        self.guess.index_fill_(0, slots.long(), self.NONE)
+        self.in_sync.index_fill_(0, slots.long(), False)
 
     def set(self, slots: torch.Tensor, guess: torch.Tensor, in_sync: torch.Tensor | bool = True) -> None:
         """slots, guess: int [N]; in_sync: bool [N], or one for all."""
         self.guess[slots] = guess.to(self.guess.dtype)
-        self.in_sync[slots] = in_sync
+        if isinstance(in_sync, bool):
+            self.in_sync.index_fill_(0, slots.long(), in_sync)
+        else:
+            self.in_sync[slots] = in_sync
 
     def reset(self) -> None:
         self.guess.fill_(self.NONE)

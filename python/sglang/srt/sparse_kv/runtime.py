@@ -139,8 +139,9 @@ class SparseKVRuntime:
 
     def reset_requests(self, req: torch.Tensor) -> None:
         """Forgets predictions of request slots, int [N]: their owner may have changed."""
-        self.predicted[req] = NONE
-        self.fetched[req] = 0
+        # Not by assignment: torch would bring the number to the device, and wait until it is there.
+        self.predicted.index_fill_(0, req.long(), NONE)
+        self.fetched.index_fill_(0, req.long(), 0)
 
     def note_guides(self, guess: torch.Tensor, tokens: torch.Tensor) -> None:
         """Counts right guesses. int [N] each: guesses, negative where there was none, and what was drawn."""
