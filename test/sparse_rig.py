@@ -28,7 +28,15 @@ class Rig:
         self, seed: int = 0, layers=3, kv_heads=2, group=2, dim=8, page=8, pages=200, context=512, requests=4, **config
     ):
         self.generator = torch.Generator().manual_seed(seed)
-        config = {"budget": 4 * page, "sinks": page, "window": 2 * page, "lookahead": 1, "debug": True, **config}
+        config = {
+            "budget": 4 * page,
+            "sinks": page,
+            "window": 2 * page,
+            "lookahead": 1,
+            "rows": 2,
+            "debug": True,
+            **config,
+        }
         self.config = SparseKVConfig.from_dict(config)
         geometry = Geometry(
             layers, kv_heads, group, dim, page, 0, -(-context // page) + 1, 0, torch.float32, torch.float32

@@ -35,7 +35,8 @@ def pool(tokens: int, requests: int) -> tuple[str, ...]:
 
 
 def _sparse(budget: int, tokens: int = 16384, requests: int = 4, flags: tuple[str, ...] = (), **config) -> Kind:
-    config = {"budget": budget, "cache_memory": smallest_cache(budget, requests, **config), **config}
+    # Contexts of tests are short: they would seldom see a second row if they did not ask for it.
+    config = {"budget": budget, "cache_memory": smallest_cache(budget, requests, **config), "rows": 2, **config}
     return Kind((*pool(tokens, requests), *flags), config)
 
 
@@ -59,7 +60,7 @@ KINDS: dict[str, Kind] = {
     "guide-none": _sparse(512, guide="none"),
     "nothing-resident": _sparse(512, residency="none", ring=2),
     "some-resident": _sparse(512, residency=[0, 1, 7, 8, 9, 20, 29], lookahead=4, ring=4, prefetch_cap=0.5),
-    "page-8": _sparse(2048, flags=("--page-size", "8")),
+    "page-8": _sparse(2048, flags=("--page-size", "8"), rows="auto"),
     "page-32": _sparse(2048, flags=("--page-size", "32")),
     "retracting": Kind(
         pool(16384, 4),

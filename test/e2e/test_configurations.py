@@ -73,7 +73,8 @@ def test_page_sizes_as_plain_sglang(served: Server, recorded_on):
 def test_retraction(served: Server, recorded_on):
     """SGLang takes running requests back again and again; they return to pages and slots of others."""
     expected = recorded_on("plain", long_answers)
-    for policy in ({}, {"guide": "random", "transfer": "reordered", "check": True, "poison": True}):
+    few_rows = {"rows": "auto", "skip_scores": True, "check": True}
+    for policy in ({}, {"guide": "random", "transfer": "reordered", "check": True, "poison": True}, few_rows):
         served.policy(**policy)
         served.flush()
         assert_same_tokens(served.ask_all(RETRACTED, 150, ignore_eos=True), expected, f"retracted under {policy}")

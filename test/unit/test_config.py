@@ -203,8 +203,8 @@ def test_rows():
         made = SparseKVConfig.from_dict(values)
         return made.rows, made.most_rows, made.keeps_history
 
-    assert rows() == rows(rows=2) == (2, 2, True)
-    assert rows(rows="auto") == ("auto", 2, True)
+    assert rows() == rows(rows="auto") == ("auto", 2, True)
+    assert rows(rows=2) == (2, 2, True)
     assert rows(rows=1) == (1, 1, False)
     assert rows(rows="auto", guide="none") == ("auto", 1, False)
     for wrong in (0, 3, "two", True, 2.0, None):

@@ -68,7 +68,7 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[2]}x{pair[1]}")
 def test_ten_pairs(pair):
     model, gpu, tp, host, context, requests, plain = pair
-    more = {"max_running_requests": 400, "config": '{"residency": "all"}'}
+    more = {"max_running_requests": 400, "config": '{"residency": "all", "rows": 2}'}
     result = command.plan(options(model, gpu, tp=tp, host=host, context=context, **more))
     plan, memory = result["plan"], result["gpu_memory"]
     check(plan, memory)
@@ -270,7 +270,8 @@ def test_the_rows_that_are_told_are_those_that_run(context, most, capsys):
             recorder=None,
         )
         assert row["rows"] == chooser.choose(slots, runtime).rows, row
-    fixed = command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB", context=context))["plan"]
+    two = options("llama-3.1-8b", "h200", gpu_memory="40GB", context=context, config='{"rows": 2}')
+    fixed = command.plan(two)["plan"]
     assert {row["rows"] for row in fixed.estimates} == {2} and "  rows  " not in report.table(fixed)
 
 

@@ -194,7 +194,7 @@ def test_steps_of_one_row_take_graphs_of_their_own():
     for chosen in (config(rows="auto"), config(rows="auto", guide="none")):
         sizes = planner.device_bytes(geometry, 50, chosen, planner.selection_shape(geometry, chosen), cuda=True)
         assert sizes[name] == 7 * planner.ONE_ROW_BYTES  # 1 to 4, 8, 16 and 20 requests
-    for chosen, cuda in ((config(), True), (config(rows=1), True), (config(rows="auto"), False)):
+    for chosen, cuda in ((config(rows=2), True), (config(rows=1), True), (config(rows="auto"), False)):
         sizes = planner.device_bytes(geometry, 50, chosen, planner.selection_shape(geometry, chosen), cuda)
         assert name not in sizes
 

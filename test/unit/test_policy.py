@@ -37,7 +37,7 @@ def test_names_may_be_given_by_their_place(names):
 
 def test_rows_by_number_are_what_they_say():
     assert [changed(rows=value).rows for value in (0.0, 1.0, 2.0, "auto", 1, 2)] == ["auto", 1, 2, "auto", 1, 2]
-    one = SparseKVConfig.from_dict({"guide": "none"})
+    one = SparseKVConfig.from_dict({"guide": "none", "rows": 2})
     assert (Policy.from_config(one).rows, Policy.from_config(one).skip_scores) == (1, False)
     with pytest.raises(ValueError, match="started for one row a request"):
         Policy.from_config(one).changed({"rows": 2}, one, PAGE)

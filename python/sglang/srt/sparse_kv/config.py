@@ -111,7 +111,7 @@ class SparseKVConfig:
     budget: int = 2048
     host_memory: int | str = "auto"
     guide: str = "resync"
-    rows: str | int = 2
+    rows: str | int = "auto"
     guide_attends: str = "selected"
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16

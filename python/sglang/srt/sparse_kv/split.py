@@ -240,9 +240,10 @@ def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: 
     if config.most_rows == 2:
         one = speed(dataclasses.replace(config, guide="none"), requests)
         if one > WORTH * here:
+            rows = "two, as set" if config.rows == 2 else "auto"
             said.append(
-                f'rows: two, as set; "guide": "none" would give {one:.0f} instead of {here:.0f} tokens/s with a full '
-                "host pool, because there is little to predict"
+                f'rows: {rows}; "guide": "none" would give {one:.0f} instead of {here:.0f} tokens/s with a full host '
+                "pool, because there is little to predict"
             )
     return said
 
