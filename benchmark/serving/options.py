@@ -34,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--policies",
         nargs="+",
         default=["default"],
-        help="of policies.json, or key=value,…; NAME@4+16: at these batches only",
+        help="of policies.json, or key=value,…; NAME@4+16@32768: at these batches and lengths only",
     )
     parser.add_argument("--tokens", type=int, default=384, help="tokens each stream decodes")
     parser.add_argument("--warmup", type=int, default=128, help="tokens of each stream before counting")
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serving-benchmark")
     options = parser.parse_args(argv)
     for policy in options.policies:
-        policies.resolve(policy.partition("@")[0])
+        policies.resolve(policy_choice(policy)[0])
     for batch in options.batches:
         if batch != "max" and not (batch.isdigit() and int(batch)):
             parser.error(f'--batches has {batch!r}; use positive numbers or "max"')
@@ -70,6 +70,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.url and len(options.variants) != 1:
         parser.error("--url is one server; name its one variant with --variants")
     return options
+
+
+def policy_choice(choice: str) -> tuple[str, list[str], list[str]]:
+    """NAME@BATCHES@LENGTHS as name, batches and prompt lengths; an empty list stands for all."""
+    name, _, only = choice.partition("@")
+    batches, _, lengths = only.partition("@")
+    return name, [part for part in batches.split("+") if part], [part for part in lengths.split("+") if part]
 
 
 def command(options: argparse.Namespace, variant: str) -> list[str]:

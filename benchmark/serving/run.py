@@ -89,9 +89,11 @@ class Benchmark:
         found = []
         for tokens in [length] if length else self.options.lengths:
             for choice in self.options.policies if variant != "dense" else ["default"]:
-                policy, _, only = choice.partition("@")
+                policy, batches, lengths = options.policy_choice(choice)
+                if lengths and str(tokens) not in lengths:
+                    continue
                 for batch in self.options.batches:
-                    if only and batch not in only.split("+"):
+                    if batches and batch not in batches:
                         continue
                     number: int | str = batch if batch == "max" else int(batch)
                     found.append(

@@ -180,6 +180,40 @@ def test_a_whole_run_its_file_and_its_table(fake, tmp_path, monkeypatch, capsys)
     assert [c["run"] for c in again["cells"] if c["policy"] == "default"] == [0, 0, 0, 0]
 
 
+def test_a_policy_may_be_for_some_batches_and_lengths_only(tmp_path):
+    asked = [
+        "--model",
+        "m",
+        "--output",
+        str(tmp_path / "result.json"),
+        "--lengths",
+        "64",
+        "128",
+        "--batches",
+        "1",
+        "8",
+        "max",
+    ]
+    chosen = options.parse([*asked, "--policies", "default", "on_demand@8+max", "oracle@1@128", "one_row@@64"])
+    chosen.text = tmp_path
+    (tmp_path / "text.txt").write_text("words " * 200)
+    cells = run.Benchmark(chosen, None).cells("sparse", None)
+    found = {
+        (c["policy"], c["length"]): [
+            d["batch"] for d in cells if (d["policy"], d["length"]) == (c["policy"], c["length"])
+        ]
+        for c in cells
+    }
+    assert found == {
+        ("default", 64): [1, 8, "max"],
+        ("on_demand", 64): [8, "max"],
+        ("one_row", 64): [1, 8, "max"],
+        ("default", 128): [1, 8, "max"],
+        ("on_demand", 128): [8, "max"],
+        ("oracle", 128): [1],
+    }
+
+
 def test_it_stops_in_time_and_says_so(fake, tmp_path, monkeypatch, capsys):
     status, data = measure(fake, tmp_path, monkeypatch, "--seconds", "0.1")
     assert status == 3 and "run the same command again" in capsys.readouterr().err and data["cells"] == []
