@@ -14,6 +14,7 @@ from benchmark.serving import policies, server
 # What each variant adds to --sparse-kv-config; None for plain SGLang.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "dense": None,
+    "hicache": None,
     "sparse": {},
     "one_row": {"guide": "none"},
     "paper": {"residency": "none"},
@@ -65,6 +66,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for batch in options.batches:
         if batch != "max" and not (batch.isdigit() and int(batch)):
             parser.error(f'--batches has {batch!r}; use positive numbers or "max"')
+    if "hicache" in options.variants and not options.host_memory.removesuffix("GB").isdigit():
+        parser.error(f"hicache takes --host-memory in whole GB, such as 48GB, got {options.host_memory!r}")
     if options.tokens <= options.warmup:
         parser.error(f"--tokens {options.tokens} leave nothing to count after --warmup {options.warmup}")
     if options.url and len(options.variants) != 1:
@@ -88,7 +91,7 @@ def command(options: argparse.Namespace, variant: str) -> list[str]:
     if o.device == "cpu":
         command += ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle", "--page-size", "16"]
         command += ["--max-running-requests", str(max(numbers(options)))]
-        if variant == "dense":
+        if VARIANTS[variant] is None:
             command += ["--max-total-tokens", "20000"]
     else:
         command += ["--dtype", o.dtype, "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
@@ -102,8 +105,10 @@ def command(options: argparse.Namespace, variant: str) -> list[str]:
             command += ["--mem-fraction-static", f"{fraction:.4f}"]
         if o.tp > 1:
             command += ["--tp-size", str(o.tp)]
-        if variant == "dense":
+        if VARIANTS[variant] is None:
             command += ["--attention-backend", "flashinfer"]
+    if variant == "hicache":
+        command += ["--enable-hierarchical-cache", "--hicache-size", str(int(o.host_memory.removesuffix("GB")))]
     more = VARIANTS[variant]
     if more is not None:
         config = {"debug": True, **o.sparse_config, **more}

@@ -9,7 +9,8 @@ sent while nothing else runs:
 * ``group``: eight cold prompts of one length sent at once, until the last has its token.
 * ``second_turn``: 200 new tokens after a cached prompt. For sparse KV twice: with the prompt's pages in the GPU cache
   as its prefill left them, and with that cache emptied, so that every page comes from the host; the counters
-  ``prefix_cache`` and ``prefix_host`` beside the figure say which of the two it was.
+  ``prefix_cache`` and ``prefix_host`` beside the figure say which of the two it was. For ``hicache``, plain SGLang with
+  its host cache, the second of these follows as many other prompts as push the first one out of the GPU.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ def say(text: str) -> None:
 class Measurement:
     """One variant's server, asked about one length after another."""
 
-    def __init__(self, url: str, prompts: dict[int, list[list[int]]], sparse: dict[str, Any] | None):
-        self.url, self.prompts, self.sparse = url, prompts, sparse
+    def __init__(
+        self, url: str, prompts: dict[int, list[list[int]]], sparse: dict[str, Any] | None, room: int | None = None
+    ):
+        """room: tokens that the GPU holds, for a server that keeps what does not fit on the host."""
+        self.url, self.prompts, self.sparse, self.room = url, prompts, sparse, room
 
     def length(self, length: int, group: bool) -> dict[str, Any]:
         prompts, repeats = self.prompts[length], REPEATS if length < LONG else 1
@@ -56,7 +60,7 @@ class Measurement:
         server.flush(self.url)
         first_tokens(self.url, prompts[:1])
         found["second_turn"] = {"as_left": self.second_turn(prompts, empty=False)}
-        if self.sparse:
+        if self.sparse or (self.room and self.pushing_out(prompts)):
             found["second_turn"]["from_host"] = self.second_turn(prompts, empty=True)
         if group:
             server.flush(self.url)
@@ -72,18 +76,26 @@ class Measurement:
         before = self._counters()
         seconds, cached = [], 0
         for turn in range(REPEATS):
-            if empty:
+            if empty and self.sparse:
                 policies.switch(self.url, "default", self.sparse["policy"])  # a switch empties the page cache
+            elif empty and self.room:
+                for other in self.pushing_out(prompts):
+                    first_tokens(self.url, [other])
             time.sleep(0.2)
             new = prompts[1 + turn][:NEW_TOKENS][:: -1 if empty else 1]
             trace = first_tokens(self.url, [prompts[0] + new])[0]
             seconds.append(trace.ttft)
             cached = trace.cached
-        found = {"s": statistics.median(seconds), "runs_s": seconds, "cached_tokens": cached}
+        found: dict[str, Any] = {"s": statistics.median(seconds), "runs_s": seconds, "cached_tokens": cached}
         if self.sparse:
             found["units"] = {name: value - before[name] for name, value in self._counters().items()}
         say(f"{len(prompts[0])} tokens, second turn{' from the host' if empty else ''}: {found['s']:.3f} s")
         return found
+
+    def pushing_out(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Prompts after which the first is no longer on the GPU; none if there are too few."""
+        count = self.room // len(prompts[0]) + 1
+        return prompts[1 : 1 + count] if count < len(prompts) else []
 
     def _counters(self) -> dict[str, int]:
         if not self.sparse:
@@ -95,10 +107,10 @@ class Measurement:
 def measure(chosen: argparse.Namespace, variant: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
     """Starts the variant's server, or asks the one at ``--url``."""
     if chosen.url:
-        return figures(chosen, chosen.url, prompts)
+        return figures(chosen, variant, chosen.url, prompts)
     command = options.command(chosen, variant)
     with server.Server(command, chosen.logs, {"HF_HUB_OFFLINE": "1"}, say) as running:
-        found = figures(chosen, running.url, prompts)
+        found = figures(chosen, variant, running.url, prompts)
         memory = running.memory
         return {
             "command": running.command,
@@ -108,9 +120,10 @@ def measure(chosen: argparse.Namespace, variant: str, prompts: dict[int, list[li
         }
 
 
-def figures(chosen: argparse.Namespace, url: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
+def figures(chosen: argparse.Namespace, variant: str, url: str, prompts: dict[int, list[list[int]]]) -> dict[str, Any]:
     state = server.state(url)
-    measurement = Measurement(url, prompts, state.get("sparse_kv"))
+    room = server.info(url)["max_total_num_tokens"] if variant == "hicache" else None
+    measurement = Measurement(url, prompts, state.get("sparse_kv"), room)
     return {
         "memory_usage": state.get("memory_usage"),
         "plan": (state.get("sparse_kv") or {}).get("plan"),

@@ -88,7 +88,7 @@ class Benchmark:
         """Keys of all cells of a variant, in the order in which they are measured."""
         found = []
         for tokens in [length] if length else self.options.lengths:
-            for choice in self.options.policies if variant != "dense" else ["default"]:
+            for choice in self.options.policies if options.VARIANTS[variant] is not None else ["default"]:
                 policy, batches, lengths = options.policy_choice(choice)
                 if lengths and str(tokens) not in lengths:
                     continue
@@ -111,7 +111,7 @@ class Benchmark:
         started = server.info(url)
         first = started["internal_states"][0]
         sparse = first.get("sparse_kv")
-        if variant != "dense" and not sparse:
+        if options.VARIANTS[variant] is not None and not sparse:
             raise RuntimeError("the server reports no sparse KV in /server_info; look at its log")
         self.record.server(
             {

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark.serving import options, policies, run, server, table
+from benchmark.serving import options, policies, prefill, run, server, table
 from benchmark.serving.client import Trace, run_streams, window_of
 from benchmark.serving.record import Record, difference
 
@@ -212,6 +212,20 @@ def test_a_policy_may_be_for_some_batches_and_lengths_only(tmp_path):
         ("on_demand", 128): [8, "max"],
         ("oracle", 128): [1],
     }
+
+
+def test_plain_sglang_with_its_host_cache(tmp_path, capsys):
+    asked = ["--model", "m", "--output", str(tmp_path / "result.json"), "--variants", "hicache", "--host-memory"]
+    command = options.command(options.parse([*asked, "48GB"]), "hicache")
+    assert command[-3:] == ["--enable-hierarchical-cache", "--hicache-size", "48"] and "--sparse-kv" not in command
+    with pytest.raises(SystemExit):
+        options.parse([*asked, "auto"])
+    assert "whole GB" in capsys.readouterr().err
+    # 100 tokens on the GPU: four more prompts of 30 push the first out; there are not eleven of 10.
+    measured = prefill.Measurement("", {}, None, room=100)
+    prompts = [[i] * 30 for i in range(8)]
+    assert measured.pushing_out(prompts) == prompts[1:5]
+    assert measured.pushing_out([[i] * 10 for i in range(8)]) == []
 
 
 def test_it_stops_in_time_and_says_so(fake, tmp_path, monkeypatch, capsys):
