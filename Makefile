@@ -9,12 +9,13 @@ ARGS ?=
 TESTS ?=
 # Added to the kernels' build, e.g. KERNELS='--arch 90 --verbose'.
 KERNELS ?=
-# Tests run side by side, files of them: a process takes 1 GB, with a server 5 GB.
-JOBS ?= 2
+# Tests run side by side, files of them: a process takes 1 GB, with a server 5 GB; a server has the threads that are left.
+JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 6e6); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
+THREADS ?= $(shell expr $$(nproc) / $(JOBS))
 PYTEST = -m pytest --timeout 900 --durations 10 --disable-warnings $(TESTS)
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/unit test/kernels
-E2E = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/e2e
+E2E = OMP_NUM_THREADS=$(THREADS) $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/e2e
 # What TESTS asks for may lie in one of the two alone: pytest's status 5, no tests, is none of a failure.
 FOUND = || [ $$? -eq 5 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import requests
 import tiny_models
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from sglang.srt.sparse_kv.policy import NAMED
 
 START_TIMEOUT = 300  # seconds; a start takes about 25 on two cores
@@ -355,20 +356,23 @@ class Fleet:
         self.results: dict[tuple[str, Scenario], Any] = {}
 
     def server(self, name: str) -> Server:
-        """The running server of that name. What is to be recorded on kinds before it is recorded first."""
+        """The running server of that name. What is to be recorded on kinds before it is recorded first, unless another
+        process is at it.
+        """
         if self.running is None or self.running.name != name:
             for earlier in list(self.kinds)[: list(self.kinds).index(name)]:
                 if self._pending(earlier):
-                    self._record(earlier)
+                    with contextlib.suppress(Timeout):
+                        self._record(earlier, wait=False)
             self._start(name)
         assert self.running is not None
         self.running.check_alive()
         return self.running
 
-    def _record(self, name: str) -> None:
+    def _record(self, name: str, wait: bool = True) -> None:
         """Runs what is pending on a server of that name, unless another process has."""
         file = self.shared / f"{name}.recorded"
-        with FileLock(f"{file}.lock"):
+        with FileLock(f"{file}.lock", timeout=-1 if wait else 0):
             if file.exists():
                 known = pickle.loads(file.read_bytes())
                 self.results |= {(name, s): known[_key(s)] for s in self._pending(name)}
@@ -388,9 +392,9 @@ class Fleet:
         return [s for s in self.scenarios if name in s.recorded_on and (name, s) not in self.results]  # type: ignore[attr-defined]
 
     def recorded_on(self, name: str, scenario: Scenario) -> Any:
-        """What the scenario returned on a server of that name, which is started if it has not run yet."""
+        """What the scenario returned on a server of that name, which is started if no process has run it yet."""
         if (name, scenario) not in self.results:
-            self.server(name)
+            self._record(name)
         result = self.results[name, scenario]
         if isinstance(result, Exception):
             raise result

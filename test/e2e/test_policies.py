@@ -61,6 +61,8 @@ SLOW = {
     "lookup guide",
     "prefetch capped",
     "half of the layers resident",
+    "smallest cache",
+    "failing transfers",
     "delayed, nothing resident",
 }
 
@@ -96,7 +98,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n.endswith("scored") else []) for n in ROWS]
+)
 def test_rows_change_no_token(sparse: Server, expected: list[Answer], name: str):
     """Another number of rows may round another way, so that bits are not compared."""
     policy = {"budget": BUDGET, "check": True, **ROWS[name]}
