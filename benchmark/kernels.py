@@ -82,6 +82,7 @@ def layer(slots: int, pages: int, host: torch.Tensor, landmark_pages: int = 1) -
         host=host[:pages],
         landmarks=torch.randn((landmark_pages, HEADS, DIM), device=DEVICE).to(DTYPE),
         counters=torch.zeros(len(COUNTERS), dtype=torch.int64, device=DEVICE),
+        stalled=torch.zeros((), dtype=torch.int64, device=DEVICE),
     )
 
 

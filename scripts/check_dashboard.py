@@ -23,7 +23,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DASHBOARD = REPOSITORY / "examples" / "monitoring" / "grafana" / "dashboards" / "json" / "sparse-kv-dashboard.json"
-UNITS = {"percentunit": ("%", 100), "cps": ("1/s", 1), "Bps": ("MB/s", 1e-6), "short": ("", 1)}
+UNITS = {"percentunit": ("%", 100), "cps": ("1/s", 1), "Bps": ("MB/s", 1e-6), "s": ("ms", 1e3), "short": ("", 1)}
 
 
 @dataclass(frozen=True)

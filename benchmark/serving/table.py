@@ -4,7 +4,9 @@
 
 One table per prompt length: speeds, and beside them the ratios that decide. ``x dense`` compares with dense at
 the same batch, ``x best`` with dense at its best batch; ``of oracle`` with the same graph without copies. Shares
-and bytes come from the counters of the measured window only.
+and bytes come from the counters of the measured window only. A step is ``stalled`` while it brings missed units, by
+the server's counter, and ``exposed`` is what it takes longer than without copies: stalls, waits for fetches ahead, and
+what copies cost the kernels beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from benchmark.serving.record import Record
 Cell = dict[str, Any]
 HEAD = (
     *("variant", "policy", "batch", "tok/s", "TPOT ms", "x dense", "x best", "of oracle", "hit %", "missed %"),
-    *("useful %", "MB/step", "link %", "exposed µs", "guide %", "remarks"),
+    *("useful %", "MB/step", "link %", "stalled µs", "exposed µs", "guide %", "remarks"),
 )
 
 
@@ -52,9 +54,9 @@ def rows(record: Record, length: int) -> list[list[str]]:
 def _counters(record: Record, cell: Cell, free: Cell | None) -> list[str]:
     counters = cell.get("counters")
     if not counters or not counters.get("steps"):
-        return ["-"] * 7 + [_remarks(record, cell)]
+        return ["-"] * 8 + [_remarks(record, cell)]
     total, steps = counters["total"], counters["steps"]
-    moved = total.get("bytes_in", 0)
+    moved, stalled = total.get("bytes_in", 0), total.get("stall_seconds")
     seconds = steps * cell["tpot_ms"] / 1e3
     link = record.data["runs"][cell["run"]].get("link_bytes_per_second")
     exposed = (cell["tpot_ms"] - free["tpot_ms"]) * 1e3 if free and cell is not free else None
@@ -64,6 +66,7 @@ def _counters(record: Record, cell: Cell, free: Cell | None) -> list[str]:
         _percent(total.get("useful"), total.get("prefetched")),
         f"{moved / steps / 1e6:.2f}",
         _percent(moved, link * seconds) if link else "-",
+        f"{stalled / steps * 1e6:.0f}" if stalled is not None else "-",
         f"{exposed:.0f}" if exposed is not None else "-",
         _percent(counters.get("guide_hits"), counters.get("guides")),
         _remarks(record, cell),

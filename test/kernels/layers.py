@@ -43,7 +43,8 @@ def make_layer(
     landmarks = host[:, :, 0].float().mean(2).to(landmark_dtype or dtype)
     on_device = (t.to(device) for t in (kv, slot_of, page_of, stamp, ahead))
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-    return LayerView(*on_device, host, landmarks.to(device), counters)
+    stalled = torch.zeros((), dtype=torch.int64, device=device)
+    return LayerView(*on_device, host, landmarks.to(device), counters, stalled)
 
 
 def copy_of(view: LayerView) -> LayerView:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import torch
 from sglang.srt.sparse_kv.ops.reference import COUNTERS
+from sglang.srt.sparse_kv.transfer import DelayedTransfer, PlainTransfer
 from sparse_rig import Rig
 
 
@@ -50,7 +52,7 @@ def test_totals_are_sums_and_bytes_are_tokens():
         rig.decode([1, 2])
     summary = rig.runtime.summary()
     layers, total = summary["layers"], summary["total"]
-    assert len(layers) == 3 and set(total) == set(COUNTERS) - {"tokens_in"} | {"bytes_in"}
+    assert len(layers) == 3 and set(total) == set(COUNTERS) - {"tokens_in"} | {"bytes_in", "stall_seconds"}
     assert all(total[name] == sum(layer[name] for layer in layers) for name in total)
     token = 2 * rig.geometry.head_dim * 4  # K and V of one head
     assert total["bytes_in"] == token * int(rig.runtime.cache.counters[:, COUNTERS.index("tokens_in")].sum())
@@ -89,6 +91,69 @@ def test_the_log_line_before_and_after_the_first_step():
                 line,
             ), line
             rig.decode([1, 2])
+
+
+class Slow:
+    """Units that steps wait for take 2 ms, those fetched ahead 20 ms, by its own clock in `took`."""
+
+    def __init__(self):
+        super().__init__()
+        self.took = {True: 0.0, False: 0.0}  # by urgency
+
+    def submit(self, lane, copy, urgent=False, way="ahead"):
+        super().submit(lane, lambda: self.slowly(copy, urgent), urgent)
+
+    def slowly(self, copy, urgent):
+        begin = time.perf_counter()
+        time.sleep(0.002 if urgent else 0.02)
+        copy()
+        self.took[urgent] += time.perf_counter() - begin
+
+
+class SlowAtOnce(Slow, PlainTransfer):
+    pass
+
+
+class SlowWhenJoined(Slow, DelayedTransfer):
+    pass
+
+
+@pytest.mark.parametrize("transfer", [SlowAtOnce, SlowWhenJoined])
+def test_a_stall_is_the_time_that_misses_take(transfer):
+    rig = running(prefetch_floor=0)
+    runtime = rig.runtime
+    runtime.apply_policy({"cache_slots": 2 * runtime.shape.width})
+    runtime.transfer = slow = transfer()
+    before = 0.0
+    for _ in range(3):
+        rig.decode([1, 2])
+        rows = runtime.summary()["layers"]
+        assert all(row["stall_seconds"] >= 0.002 for row in rows if row["missed"]), "a miss costs what its copy does"
+        assert all(row["stall_seconds"] == 0 for row in rows if not row["missed"])
+        total = runtime.summary()["total"]["stall_seconds"]
+        assert total >= before
+        before = total
+    assert 0 < before < slow.took[True] + slow.took[False], "what is fetched ahead is no stall"
+
+
+def test_no_miss_is_no_stall():
+    rig = running()
+    for _ in range(2):
+        rig.decode([1, 2])
+    rig.runtime.reset_counters()
+    rig.runtime.transfer = SlowAtOnce()
+    rig.decode([1, 2])
+    total = rig.runtime.summary()["total"]
+    assert total["missed"] == 0 < total["selected"] and total["stall_seconds"] == 0
+
+
+def test_the_oracle_does_not_wait():
+    rig = running()
+    rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width, "transfer": "oracle"})
+    for _ in range(2):
+        rig.decode([1, 2], verify=False)
+    total = rig.runtime.summary()["total"]
+    assert total["missed"] > 0 and total["stall_seconds"] == 0
 
 
 def test_occupancy_is_of_the_slots_in_use():

@@ -73,7 +73,7 @@ class FakeSGLang(BaseHTTPRequestHandler):
         server = self.server
         counters = {"hit": 90 * server.steps, "selected": 100 * server.steps, "missed": 10 * server.steps}
         counters |= {"prefetched": 8 * server.steps, "useful": 4 * server.steps, "evicted": 0}
-        counters["bytes_in"] = 10**6 * server.steps
+        counters |= {"bytes_in": 10**6 * server.steps, "stall_seconds": 123e-6 * server.steps}
         sparse = {"steps": server.steps, "total": counters, "policy": {"prefetch": True, "transfer": 0}}
         sparse["plan"] = {"host_bytes": 100, "device_bytes": {"page cache": 50}}
         state = {"effective_max_running_requests_per_dp": 3, "sparse_kv": sparse}
@@ -171,6 +171,9 @@ def test_a_whole_run_its_file_and_its_table(fake, tmp_path, monkeypatch, capsys)
     assert table.main([str(tmp_path / "result.json")]) == 0
     printed = capsys.readouterr().out
     assert "host KV only 2.0 x cache" in printed and "not exercised: evicted" in printed
+    rows = [dict(zip(table.HEAD, row, strict=True)) for row in table.rows(Record(tmp_path / "result.json"), 64)]
+    assert {row["stalled µs"] for row in rows if row["tok/s"] != "-"} == {"123"}
+    assert {row["exposed µs"] for row in rows} == {"-"}, "there is no oracle to compare with"
     assert "90.0" in printed and "holds 3 requests" in printed
 
     # A second command measures nothing again except what had failed.

@@ -39,13 +39,14 @@ class Reader:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def layers(runtime: SparseKVRuntime, table: list[list[int]]) -> list[dict[str, int]]:
-    """Rows of counters by name, one a layer, with tokens turned into bytes."""
+def layers(runtime: SparseKVRuntime, table: list[list[int]], stalled: list[int]) -> list[dict[str, Any]]:
+    """Rows of counters by name, one a layer, with tokens turned into bytes and nanoseconds into seconds."""
     per_token = runtime.geometry.unit_bytes // runtime.geometry.page_size
     named = []
-    for row in table:
-        layer = dict(zip(COUNTERS, row, strict=True))
+    for row, nanoseconds in zip(table, stalled, strict=True):
+        layer: dict[str, Any] = dict(zip(COUNTERS, row, strict=True))
         layer["bytes_in"] = layer.pop("tokens_in") * per_token
+        layer["stall_seconds"] = nanoseconds / 1e9
         named.append(layer)
     return named
 
@@ -55,11 +56,12 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
 
     selected: units that true selections named, per request; hit: of these, resident when resolved; missed: units
     fetched on the critical path; prefetched / useful / wasted: units fetched ahead, of these selected before they
-    left, and not; evicted: entries that made room; bytes_in: bytes brought from the host for decode. Of all layers
-    together: bytes_stored, written to the host; bytes_staged, brought from there for prefill.
+    left, and not; evicted: entries that made room; bytes_in: bytes brought from the host for decode; stall_seconds: how
+    long steps waited for missing units. Of all layers together: bytes_stored, written to the host; bytes_staged,
+    brought from there for prefill.
     """
-    table, (right, guesses) = runtime.read(runtime.cache.counters, runtime.guide_hits)
-    rows = layers(runtime, table)
+    table, stalled, (right, guesses) = runtime.read(runtime.cache.counters, runtime.cache.stalled, runtime.guide_hits)
+    rows = layers(runtime, table, stalled)
     total = {name: sum(layer[name] for layer in rows) for name in rows[0]}
     return {
         "engine": runtime.ops.name,

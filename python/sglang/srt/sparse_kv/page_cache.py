@@ -49,6 +49,7 @@ class PageCache:
         self.host, self.landmarks = host, landmarks
         device = landmarks.device
         self.counters = torch.zeros((geometry.num_layers, len(COUNTERS)), dtype=torch.int64, device=device)
+        self.stalled = torch.zeros(geometry.num_layers, dtype=torch.int64, device=device)
         resident = resident_layers(residency, geometry.num_layers)
         owned = range(geometry.num_layers) if both_modes else resident
         self._owned = {layer: Buffer(geometry, slots, device) for layer in owned}
@@ -86,6 +87,7 @@ class PageCache:
             self.host[layer],
             self.landmarks[layer],
             self.counters[layer],
+            self.stalled[layer],
         )
 
     def buffers(self) -> list[Buffer]:

@@ -26,6 +26,7 @@ LAYER_COUNTERS = {
     "wasted": ("prefetched_wasted_units_total", "Units fetched ahead that left the cache unselected."),
     "evicted": ("evicted_units_total", "Units that made room for another."),
     "bytes_in": ("fetched_bytes_total", "Bytes brought from host memory for decode."),
+    "stall_seconds": ("stall_seconds_total", "Seconds that steps waited for missed units, and did nothing else."),
 }
 COUNTERS = {
     "steps": ("steps_total", "Decode steps."),
@@ -75,8 +76,9 @@ class Exporter:
 
     def publish(self, runtime: SparseKVRuntime, stats: Any) -> None:
         """stats: SGLang's ``SchedulerStats``, for what its allocator knows."""
-        table, (right, guesses) = runtime.read(runtime.cache.counters, runtime.guide_hits)
-        for layer, row in enumerate(metrics.layers(runtime, table)):
+        cache = runtime.cache
+        table, stalled, (right, guesses) = runtime.read(cache.counters, cache.stalled, runtime.guide_hits)
+        for layer, row in enumerate(metrics.layers(runtime, table, stalled)):
             for key, counter in self._layered.items():
                 self._raise_to(counter, key, row[key], layer)
         token = metrics.token_bytes(runtime)
@@ -94,7 +96,7 @@ class Exporter:
         size, link = runtime.plan.host_tokens, devices.find(runtime.plan.device)
         gauges = {
             "cache_occupancy": metrics.occupancy(runtime),
-            "cache_slots": runtime.cache.usable,
+            "cache_slots": cache.usable,
             "link_bytes": link.link if link else 0,
             "host_pool_bytes": runtime.plan.host_bytes,
             "host_pool_usage": (size - stats.kv_available_tokens) / size,
@@ -102,7 +104,7 @@ class Exporter:
         for key, gauge in self._gauges.items():
             gauge.labels(**self._labels).set(gauges[key])
 
-    def _raise_to(self, counter: Any, key: str, value: int, layer: int = -1) -> None:
+    def _raise_to(self, counter: Any, key: str, value: float, layer: int = -1) -> None:
         """Prometheus counters are told what was added; ours know their sum, and start anew when they are reset."""
         if (key, layer) not in self._published:
             labels = self._labels if layer < 0 else {**self._labels, "layer": layer}

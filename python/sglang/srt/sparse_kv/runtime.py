@@ -226,6 +226,7 @@ class SparseKVRuntime:
 
     def reset_counters(self) -> None:
         self.cache.counters.zero_()
+        self.cache.stalled.zero_()
         self.guide_hits.zero_()
         self.steps = dict.fromkeys(Variant, 0)
         self.tokens_stored = self.tokens_staged = 0

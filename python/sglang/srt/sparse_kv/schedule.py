@@ -16,6 +16,7 @@ must. Those planned after it carry the current one and are safe until the next s
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,11 +89,13 @@ class Schedule:
         self.runtime.transfer.join_all()
 
     def fetch_now(self, layer: int, view: LayerView, fetch: Fetch) -> None:
-        """Fetches misses on the critical path."""
+        """Fetches misses on the critical path. Kernels that do so note how long it takes; here a clock does."""
         runtime = self.runtime
-        lane = runtime.cache.lanes[layer]
+        lane, begin = runtime.cache.lanes[layer], time.perf_counter_ns()
         runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch), urgent=True)
         runtime.transfer.join(lane)
+        if runtime.transfer.blocks and bool(fetch.units[: int(fetch.count), 3].any()):  # a page begun has no tokens yet
+            view.stalled += time.perf_counter_ns() - begin
 
     def _plan(self, layer: int, step: DecodeStep, stamp: torch.Tensor, when: int) -> Prefetch:
         runtime = self.runtime

@@ -33,6 +33,8 @@ class Transfer(ABC):
     directions at once.
     """
 
+    blocks = True  # the caller's thread copies, so a clock beside it tells how long a copy takes
+
     @abstractmethod
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None: ...
 
@@ -138,6 +140,8 @@ class SkippedTransfer(PlainTransfer):
     still gets what is new, so that the next policy finds the truth there, and what crosses no link is done.
     """
 
+    blocks = False
+
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         if way in ("within", "out"):
             copy()
@@ -150,6 +154,8 @@ class StreamTransfer(Transfer):
     Urgent copies run on the current stream itself: whoever submits one waits for it anyway. Works inside a graph
     capture, where every fork must be joined before the capture ends.
     """
+
+    blocks = False
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -35,6 +35,7 @@ class LayerView:
     host: torch.Tensor  # [NP, H, 2, P, D] the truth, in host memory
     landmarks: torch.Tensor  # [NP, H, D]
     counters: torch.Tensor  # int64 [len(COUNTERS)]
+    stalled: torch.Tensor  # int64 [], nanoseconds that steps waited for missing units
 
 
 @dataclass
