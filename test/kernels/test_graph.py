@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import statistics
 
 import pytest
 import torch
@@ -233,7 +234,39 @@ def test_misses_pass_prefetches(only_gpu):
     torch.cuda.synchronize()
     copied(view, missed)
     copied(view, ahead)
-    assert int(workspace(only_gpu).urgent) == 0
+    assert not bool(workspace(only_gpu).urgent.any())
+
+
+@pytest.mark.parametrize("units", [64, 512, 4096])
+def test_a_stall_is_what_the_launch_takes(only_gpu, units):
+    """Replays that bring so many units, by the counter and by events: hits are looked up outside the stall."""
+    heads, width, turns = 8, units // 8, 20
+    view = make_layer(0, only_gpu, heads, 2 * width, 4 * width + 1, PAGE, 128, resident=0.0)
+    clock = torch.full((1,), 50, dtype=torch.int32, device=only_gpu)
+    pages = torch.arange(1, 4 * width + 1, dtype=torch.int32, device=only_gpu).view(4, 1, 1, width)
+    wanted = pages[0].expand(1, heads, -1).contiguous()
+    cuda.resolve(view, wanted, None, clock, move=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.resolve(view, wanted, None, clock, move=True)
+    times = []
+    for turn in range(turns):
+        wanted.copy_(pages[(turn + 1) % 4].expand(1, heads, -1))  # what was there two turns ago has left
+        clock += 1
+        torch.cuda.synchronize()
+        view.stalled.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(100_000)  # so that the launch itself is over when the first event is
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append((int(view.stalled) / 1e3, begin.elapsed_time(end) * 1e3))
+    assert int(view.counters[2]) == (turns + 1) * units
+    stalled, whole = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"{units} units: stalled {stalled:.1f} of {whole:.1f} µs")
+    # Beside the stall lie the graph's launch and the look-up, a few microseconds each; the clock may tick by one.
+    assert min(0.7 * whole, whole - 20) <= stalled <= whole + 2
 
 
 def test_reference_agrees_after_a_captured_history(only_gpu):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
@@ -65,7 +67,7 @@ def test_resolve(engine, case, move):
         cuda.gather(view, fetch)
         copied(view, fetch)
         assert int(cuda.check(view)) == 0
-        assert int(workspace(engine.device).urgent) == 0
+        assert not bool(workspace(engine.device).urgent.any())
         assert not bool(workspace(engine.device).tasks.view(-1, 8)[:, :4].any()), "helpers left their counters behind"
 
 
@@ -132,7 +134,32 @@ def test_imposed_misses(engine, rate):
     same = (units == ours.host[chosen[used].long(), head]).flatten(1).all(1)
     always = int(used.sum()) - hits  # missing anyway
     assert int(same.sum()) == always + rate * hits if rate in (0, 1) else always < int(same.sum()) < same.numel()
-    assert int(workspace(engine.device).urgent) == 0
+    assert not bool(workspace(engine.device).urgent.any())
+
+
+@pytest.mark.parametrize("way", ["resolve", "gather", "nothing misses", "imposed", "oracle", "ahead"])
+def test_a_stall_is_noted_while_misses_move(engine, way):
+    """By the launch that brings what a selection misses, and by no other; by one clock for all of its blocks."""
+    everything = way in ("nothing misses", "imposed")
+    view = make_layer(0, engine.device, 2, 300, 200, 8, 16, resident=1.0 if everything else 0.3)
+    if everything:
+        assert bool((view.slot_of[:, 1:] >= 0).all())
+    chosen = random_selection(1, 4, 2, 40, 200).to(engine.device)
+    try:
+        cuda.set_miss_rate(engine.device, 0.5 * (way == "imposed"))
+        cuda.skip_copies(engine.device, way == "oracle")
+        begin = time.perf_counter_ns()
+        if way == "ahead":
+            cuda.gather(view, cuda.plan_prefetch(view, chosen, None, step_on(engine.device), cap_on(engine.device, 9)))
+        else:
+            cuda.gather(view, cuda.resolve(view, chosen, None, step_on(engine.device), move=way != "gather")[1])
+        stalled = int(view.stalled)
+        assert 0 <= stalled <= time.perf_counter_ns() - begin
+        assert (stalled > 0) == (way in ("resolve", "gather", "imposed"))
+    finally:
+        cuda.set_miss_rate(engine.device, 0)
+        cuda.skip_copies(engine.device, False)
+    assert not bool(workspace(engine.device).urgent.any())
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))

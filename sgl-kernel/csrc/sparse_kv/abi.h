@@ -25,6 +25,7 @@ struct SkvView {
   void* host;         // [pages][heads] units, pinned host memory
   void* landmarks;    // [pages][heads][head_dim]
   int64_t* counters;  // [10]
+  int64_t* stalled;   // [1] nanoseconds that steps waited for missing units
   int64_t heads;
   int64_t slots;
   int64_t pages;
@@ -43,7 +44,8 @@ constexpr int64_t SKV_MOST_HEADS = 64;
 struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
   int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks that are done with that
-  int32_t* urgent;  // [1] blocks that move misses at this moment; movers of prefetches stand back
+  int32_t* urgent;  // [4] zero between calls: blocks that move misses at this moment, while movers of prefetches stand
+                    // back; one word unused; ~(nanosecond at which the first of them began)
   int32_t* tasks;   // [SKV_MOST_HEADS][8] zero between calls: what blocks that help to move a head's misses are told
   int32_t* list;    // [SKV_JOBS][heads][list_width] entries that won their unit, where shared memory is too small
   int32_t* rows;    // [heads][list_width][4] units that append fetches, or that resolve brings again

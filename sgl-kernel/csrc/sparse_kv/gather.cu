@@ -72,10 +72,10 @@ __global__ void gather_kernel(const __grid_constant__ SkvView view, const __grid
     move<kBulk>(view, rows, stages, num_stages, scratch, work.urgent);
     return;
   }
-  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
+  if (threadIdx.x == 0) begin_urgent(work);
   move<kBulk>(view, rows, stages, num_stages, scratch, nullptr);
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
+  if (threadIdx.x == 0) end_urgent(view, work);
 }
 
 // Resident units by wide copies within device memory; the others are listed for the movers.

@@ -71,6 +71,25 @@ __device__ __forceinline__ bool stand_back(const int32_t* urgent) {
   return false;
 }
 
+// What blocks that move misses say at their begin and end, one thread each: prefetches stand back in between, and the time
+// from the first begin to the last end, in which nothing else of the step runs, is added to the layer's. The begin is kept
+// inverted, so that the earliest is the largest and zero is none; nobody waits for an answer before the end.
+__device__ __forceinline__ Counter64* urgent_since(const SkvWork& work) {
+  return reinterpret_cast<Counter64*>(work.urgent + 2);
+}
+
+__device__ __forceinline__ void begin_urgent(const SkvWork& work) {
+  atomicMax(urgent_since(work), ~nanoseconds());
+  atomicAdd(work.urgent, 1);
+}
+
+__device__ __forceinline__ void end_urgent(const SkvView& view, const SkvWork& work) {
+  Counter64 since = ~*static_cast<volatile Counter64*>(urgent_since(work)), now = nanoseconds();
+  if (atomicAdd(work.urgent, -1) != 1) return;
+  *urgent_since(work) = 0;
+  if (since < now) atomicAdd(reinterpret_cast<Counter64*>(view.stalled), now - since);
+}
+
 struct MoverScratch {
   CopyBarrier full[kMoverStages];
   int4 ring[kRingBlocks][32];

@@ -16,6 +16,17 @@ constexpr bool kHasBulkCopy = true;
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
+// A clock that all multiprocessors share, in nanoseconds; it may tick once a microsecond.
+__device__ __forceinline__ Counter64 nanoseconds() {
+#ifdef SPARSE_KV_EMULATE
+  return emulator::nanoseconds();
+#else
+  Counter64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+#endif
+}
+
 #ifdef SPARSE_KV_EMULATE
 
 template <typename T>

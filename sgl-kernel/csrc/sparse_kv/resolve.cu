@@ -86,9 +86,9 @@ __device__ __forceinline__ void help(const SkvView& view, const SkvWork& work, c
   __syncthreads();
   int first = told[0], kept = told[1], forced = told[2];
   if (kept + forced == 0) return;
-  if (threadIdx.x == 0) atomicAdd(work.urgent, 1);
+  if (threadIdx.x == 0) begin_urgent(work);
   move_part<kBulk>(view, work, request, head, part, parts, first, kept, forced, stages, num_stages, mover);
-  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
+  if (threadIdx.x == 0) end_urgent(view, work);
 }
 
 // One block per head, then those that help.
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   if (mode == kResolve) selection.take_flags();
   move = move && (missing || forced > 0);
-  if (move && threadIdx.x == 0) atomicAdd(work.urgent, 1);  // now: prefetches leave the link while victims are chosen
+  if (move && threadIdx.x == 0) begin_urgent(work);  // now: prefetches leave the link while victims are chosen
   if (missing) {
     hand_out(view, entries, work, step, mode, mode == kResolve, list_of(view, work, 0, head),
              reinterpret_cast<int4*>(request.units), 0, 0, scratch);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   __syncthreads();  // the table's starts lie where units will arrive
   int first = missing ? scratch.first : 0;
   move_part<kBulk>(view, work, request, head, 0, parts, first, scratch.kept, forced, stages, num_stages, mover);
-  if (threadIdx.x == 0) atomicAdd(work.urgent, -1);
+  if (threadIdx.x == 0) end_urgent(view, work);
 }
 
 // Clears the entries of pages, repeats allowed: whoever takes an entry out of slot_of frees its slot.

@@ -12,6 +12,7 @@
 #include <vector_types.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -87,6 +88,10 @@ emulator_switch:
 #else
 #error "the CUDA emulator switches fibers with x86-64 code"
 #endif
+
+inline unsigned long long nanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 inline void yield() { emulator_switch(&state.fibers[state.current].stack_pointer, state.scheduler); }
 

@@ -73,7 +73,7 @@ def _view_of(view: LayerView) -> abi.View:
     return abi.View(
         *(
             contiguous(getattr(view, name), name).data_ptr()
-            for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host", "landmarks", "counters")
+            for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host", "landmarks", "counters", "stalled")
         ),
         heads,
         slots,

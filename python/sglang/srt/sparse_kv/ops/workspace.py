@@ -23,7 +23,7 @@ class Workspace:
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device=device)
         self.cursor = torch.zeros(2 * abi.JOBS, dtype=torch.int32, device=device)
         self.tickets = torch.zeros(2, dtype=torch.int32, device=device)
-        self.urgent = torch.zeros(1, dtype=torch.int32, device=device)
+        self.urgent = torch.zeros(4, dtype=torch.int32, device=device)
         self.tasks = torch.zeros(8 * abi.MOST_HEADS, dtype=torch.int32, device=device)
         self.skip = torch.zeros(1, dtype=torch.int32, device=device)
         self.miss_rate = torch.zeros(1, dtype=torch.int32, device=device)
