@@ -52,6 +52,20 @@ class Checkpoint:
         return self._files[name].get_tensor(name)
 
 
+class Held(Checkpoint):
+    """Keeps what was read on a device, in float32: for many passes through a small model."""
+
+    def __init__(self, folder: str | Path, device: str):
+        super().__init__(folder)
+        self.device = device
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._kept:
+            self._kept[name] = super().get(name).to(self.device, torch.float32)
+        return self._kept[name]
+
+
 class Llama:
     """Runs one sequence through a checkpoint.
 
@@ -76,13 +90,14 @@ class Llama:
         self.inv_freq, self.rope_scale = _frequencies(checkpoint, rope)
 
     @torch.inference_mode()
-    def hidden_states(self, ids: torch.Tensor, first: int = 0) -> Iterator[torch.Tensor]:
+    def hidden_states(self, ids: torch.Tensor, first: int | torch.Tensor = 0) -> Iterator[torch.Tensor]:
         """Yield the residual stream before the first layer and after each layer, [tokens, hidden].
 
-        first: position of the first token; only a subclass whose `attend` knows what lies before gives another than 0.
+        first: position of the first token, or of each token (int64 [tokens]); only a subclass whose `attend` knows what
+        lies before gives another than 0.
         """
-        positions = torch.arange(first, first + len(ids), dtype=torch.float32)
-        angles = torch.outer(positions, self.inv_freq).to(self.device)
+        positions = torch.arange(first, first + len(ids)) if isinstance(first, int) else first
+        angles = torch.outer(positions.to(self.device, torch.float32), self.inv_freq.to(self.device))
         cos, sin = angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
         stream = F.embedding(ids.to(self.device), self._get("model.embed_tokens.weight"))
         yield stream
@@ -97,7 +112,7 @@ class Llama:
         for rows in stream.split(_ROWS):
             yield F.linear(self._norm(rows, "model.norm.weight"), head).to(self.wide)
 
-    def last_stream(self, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def last_stream(self, ids: torch.Tensor, first: int | torch.Tensor = 0) -> torch.Tensor:
         """The residual stream after the last layer, [tokens, hidden]. first: as in `hidden_states`."""
         stream = None
         for state in self.hidden_states(ids, first):

@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 
 from benchmark.corpus import load_tokenizer
-from benchmark.models.llama_ref import Checkpoint
+from benchmark.models.llama_ref import Held
 from benchmark.quality.scores import SCORES
-from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
+from benchmark.quality.sparse_rows import RECENT, Prefilled, SparseRows, selecting
 from benchmark.quality.texts import KINDS, contexts
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Agreement of sparse decoding with full attention.")
     parser.add_argument("model", type=Path, help="Hugging Face directory of a Llama model")
-    parser.add_argument("--score", nargs="+", default=["mean", "exact"], choices=sorted(SCORES))
+    parser.add_argument("--score", nargs="+", default=["mean", "exact"], choices=[*sorted(SCORES), RECENT])
     parser.add_argument("--budget", nargs="+", type=int, default=[512], help="tokens")
     parser.add_argument("--page", nargs="+", type=int, default=[16], help="tokens")
     parser.add_argument("--sinks", nargs="+", type=int, default=[16], help="tokens")
@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "benchmark.quality.fidelity", *(argv or sys.argv[1:])])
     start = time.monotonic()
     try:
-        checkpoint, tokenizer = Checkpoint(args.model), load_tokenizer(args.model)
+        checkpoint, tokenizer = Held(args.model, args.device), load_tokenizer(args.model)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     settings = {
-        f"{name} budget {budget} page {page} sinks {sinks} window {window} {reduce} {normalise}": Selecting(
-            SCORES[name], budget, page, sinks, window, reduce, normalise
+        f"{name} budget {budget} page {page} sinks {sinks} window {window} {reduce} {normalise}": selecting(
+            name, budget, page, sinks, window, reduce=reduce, normalise=normalise
         )
         for page in args.page
         for budget in args.budget

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmark.models.llama_ref import Checkpoint, Llama
-from benchmark.quality.scores import Score
+from benchmark.quality.scores import SCORES, Score
 
 
 class Dense(Llama):
@@ -70,6 +70,16 @@ class Selecting:
     window: int = 64
     reduce: str = "max"
     normalise: str = "candidates"
+
+
+RECENT = "recent"  # no score: the budget widens the window, as in systems that keep sinks and window alone
+
+
+def selecting(name: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64, **more) -> Selecting:
+    """The way that a page score's name, or "recent", stands for; sizes in tokens. Raises KeyError for another name."""
+    if name == RECENT:
+        return Selecting(SCORES["mean"], 0, page, sinks, window + budget, **more)
+    return Selecting(SCORES[name], budget, page, sinks, window, **more)
 
 
 class SparseRows(Llama):

@@ -125,25 +125,31 @@ def niah(hay, key: Callable = word, value: Callable = number, keys: int = 1, val
     return make
 
 
-def tracking(name: str, room: int, count: Callable[[str], int], draw: random.Random) -> Prompt:
-    """Variables that take one another's value; which of them hold the first one's?"""
-    hops = 4
-    variables = distinct(lambda d: "".join(d.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)), 2 * (hops + 1), draw)
-    chains = [(variables[: hops + 1], number(draw)), (variables[hops + 1 :], number(draw))]
-    placed: list[list[str]] = []
-    for chain, value in chains:
-        steps = [f"VAR {chain[0]} = {value}. "]
-        steps += [f"VAR {later} = VAR {earlier}. " for earlier, later in itertools.pairwise(chain)]
-        placed.append(steps)
-    order = [0] * (hops + 1) + [1] * (hops + 1)
-    draw.shuffle(order)
-    turns = [iter(steps) for steps in placed]
-    mixed = [next(turns[which]) for which in order]
-    start = "Follow the assignments that are hidden in the following text.\n\n"
-    end = f"\n\nWhich variables hold the value {chains[0][1]}? Name all of them."
-    text = fill(repeated, mixed, room - count(start) - count(end), count, draw)
-    answer = f"The {hops + 1} variables that hold the value {chains[0][1]} are:"
-    return Prompt(name, start + text + end, answer, tuple(chains[0][0]), 60)
+def tracking(chains: int = 1):
+    """Chains of variables that take one another's value; which of them hold the first chain's?"""
+
+    def make(name: str, room: int, count: Callable[[str], int], draw: random.Random) -> Prompt:
+        hops = 4
+        variables = distinct(lambda d: "".join(d.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)), chains * (hops + 1), draw)
+        values = distinct(number, chains, draw)
+        order: list[int] = []
+        placed: list[list[str]] = []
+        for which, value in enumerate(values):
+            chain = variables[which * (hops + 1) : (which + 1) * (hops + 1)]
+            steps = [f"VAR {chain[0]} = {value}. "]
+            steps += [f"VAR {later} = VAR {earlier}. " for earlier, later in itertools.pairwise(chain)]
+            placed.append(steps)
+            order += [which] * len(steps)
+        draw.shuffle(order)
+        turns = [iter(steps) for steps in placed]
+        mixed = [next(turns[which]) for which in order]
+        start = "Follow the assignments that are hidden in the following text.\n\n"
+        end = f"\n\nWhich variables hold the value {values[0]}? Name all of them."
+        text = fill(repeated, mixed, room - count(start) - count(end), count, draw)
+        answer = f"The {hops + 1} variables that hold the value {values[0]} are:"
+        return Prompt(name, start + text + end, answer, tuple(variables[: hops + 1]), 60)
+
+    return make
 
 
 def words(common: int, rarity: int):
@@ -179,7 +185,7 @@ TASKS: dict[str, Callable[..., Prompt]] = {
     "niah_multikey_3": niah(needles(uuid, uuid), key=uuid, value=uuid),
     "niah_multivalue": niah(prose, values=4),
     "niah_multiquery": niah(prose, keys=4, asked=4),
-    "vt": tracking,
+    "vt": tracking(),
     "cwe": words(10, 10),
     "fwe": words(3, 4),
 }

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from benchmark.quality import recall
-from benchmark.quality.tasks import TASKS, Prompt, prompts
+from benchmark.quality.tasks import TASKS, Prompt, prompts, tracking
 
 
 def count(text: str) -> int:
@@ -44,13 +44,15 @@ def test_a_key_has_one_code_and_many_keys_have_others():
         assert len(re.findall(rf"code of {key} is", prompt.text)) == 1, "another line gives the asked key another code"
 
 
-def test_variables_are_those_of_one_chain():
+@pytest.mark.parametrize("chains", [1, 2])
+def test_variables_are_those_of_one_chain(monkeypatch, chains):
+    monkeypatch.setitem(TASKS, "vt", tracking(chains))
     for prompt in prompts("vt", 1200, 5, count):
         value = re.search(r"hold the value (\d+)\?", prompt.text).group(1)
         holders: dict[str, str] = {}
         for name, number, other in re.findall(r"VAR (\w+) = (?:(\d+)|VAR (\w+))\.", prompt.text):
             holders[name] = number or holders[other]
-        assert len(holders) == 10
+        assert len(holders) == 5 * chains
         assert {name for name, held in holders.items() if held == value} == set(prompt.references)
 
 
