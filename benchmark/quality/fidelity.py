@@ -23,6 +23,7 @@ from benchmark.models.llama_ref import Held
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import RECENT, Prefilled, SparseRows, selecting
 from benchmark.quality.texts import KINDS, contexts
+from benchmark.serving.record import machine, sources, versions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         for normalise in args.normalise
         for name in args.score
     }
+    facts = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": 0, "device": args.device}
+    facts |= {"backend": "torch rows in float32", "machine": machine(), "versions": versions(), "sources": sources()}
     measured = {name: Measured() for name in settings}
     texts = contexts(tokenizer, args.length, args.tail, args.each)
     rows: list[dict] = []
@@ -78,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         baseline = next(iter(measured.values()))
         rows = [{"setting": name, **found.summary(baseline)} for name, found in measured.items()]
         if args.json:  # after every context, so that a run that is cut short leaves what it has
-            record = {"command": command, "date": time.strftime("%Y-%m-%d"), "device": args.device, "rows": rows}
-            args.json.write_text(json.dumps(record, indent=1))
+            args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1))
     print(table(rows))
     return 0
 

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.models import check_inflation, inflate
-from benchmark.quality import fidelity
+from benchmark.quality import fidelity, grid
 from benchmark.serving import prefill, run, table
 
 
@@ -69,3 +69,15 @@ def test_a_model_is_inflated_and_checked(demo_model, tmp_path, capsys):
     assert inflate.main([demo_model, large, *shape]) == 0
     assert check_inflation.main([demo_model, large, "--tokens", "64", "--limit", "0.05"]) == 0
     assert "inflated" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_real_model_recalls_side_by_side(demo_model, tmp_path, capsys):
+    """One needle, far back: found densely and at a budget; in no window of that size, unless it lies there."""
+    arguments = [str(demo_model), "--device", "cpu", "--length", "700", "--prompts", "2", "--budget", "128"]
+    arguments += ["--task", "niah_single_1", "--score", "mean", "recent", "--json", str(tmp_path / "grid.json")]
+    assert grid.main(arguments) == 0
+    (cell,) = json.loads((tmp_path / "grid.json").read_text())["cells"]
+    assert cell["scores"]["dense"] == cell["scores"]["mean@128"] == [1, 1]
+    assert sum(cell["scores"]["recent@128"]) < 2
+    assert "mean of 1 that count" in capsys.readouterr().out
