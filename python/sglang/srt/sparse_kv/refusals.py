@@ -54,7 +54,7 @@ def _one(value: int) -> bool:
 _NO_KV_ON_GPU = "it moves keys and values that it expects in GPU memory, and they live on the host"
 _ONE_HOST_COPY = "it keeps a host copy of keys and values, and the host already has the only one"
 _ONE_SEQUENCE = "it splits one sequence over ranks, and a page cache holds whole sequences"
-_ROWS = "a decode step already carries two rows a request"
+_ROWS = "a decode step already has a row for guesses, which it never accepts"
 _OWN_POOL = "it replaces the pool that keys and values live in"
 _OWN_LAUNCH = "it starts processes that load no plugins"
 _TWO_FORWARDS = "it runs two forwards at once, and the page cache serves one"
@@ -87,7 +87,7 @@ REFUSALS = (
     Refusal("speculative_draft_model_path", _ROWS, DROP),
     Refusal("speculative_num_steps", _ROWS, DROP),
     Refusal("speculative_eagle_topk", _ROWS, DROP),
-    Refusal("speculative_num_draft_tokens", _ROWS, "choose the rows by the guide in --sparse-kv-config"),
+    Refusal("speculative_num_draft_tokens", _ROWS, "choose the rows in --sparse-kv-config"),
     Refusal("kv_cache_dtype", "keys and values are kept in the model's own dtype", "use auto"),
     Refusal("enable_unified_memory", _OWN_POOL, DROP),
     Refusal("enable_page_major_kv_layout", _OWN_POOL, DROP),

@@ -94,6 +94,7 @@ class DualDecodeWorker(BaseSpecWorker):
             self._additional_graph_memory_usage = {
                 "target_verify": self._graphs.nbytes / (1 << 30)
             }  # SGLang counts GiB
+            logger.info("Compiling what draws tokens and guesses, for up to half a minute")
         if self._coupled and self._ones.is_cuda:
             sampling.warm_up(self.guide_state.vocab_size, self._ones.device)
         if self.config.most_rows == 2 and self._ones.is_cuda:
