@@ -193,7 +193,7 @@ def prepare_prefill(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, d
 
     many = determine_attention_backend(device, 0, False, False, dtype, dtype, head_dim_qk=dim, head_dim_vo=dim)
     logger.info(
-        "Preparing prefill attention: FlashInfer's %s, fa2 for short chunks; up to two minutes, once on this machine", many
+        "Preparing prefill attention: FlashInfer's %s, fa2 for short chunks; once on a machine, up to two minutes", many
     )
     for tokens in (1, -(-_multiprocessors(device.index or 0) // q_heads) * TILE):
         q = torch.zeros((tokens, q_heads, dim), dtype=dtype, device=device)
