@@ -6,15 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from batches import batch_info, coupled_sampler, request
 from sglang.srt.layers import sampler as upstream
-from sglang.srt.sampling import penaltylib
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.sparse_kv import sampling
-from sglang.srt.speculative.spec_utils import GrammarTree
-
-MASK = 2**64 - 1
 
 
 @pytest.fixture(autouse=True)
@@ -22,34 +17,6 @@ def torch_filters(monkeypatch):
     context = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
     monkeypatch.setattr(sampling, "get_exec", lambda: context)
     monkeypatch.setattr(upstream, "get_exec", lambda: context)
-
-
-def batch_info(rows, temperature=1.0, top_p=1.0, top_k=TOP_K_ALL, min_p=0.0, vocab=50, **more):
-    def per_row(value, dtype=torch.float32):
-        return torch.tensor([value] * rows if not isinstance(value, list) else value, dtype=dtype)
-
-    top_ks, top_ps, min_ps = per_row(top_k, torch.int32), per_row(top_p), per_row(min_p)
-    return SamplingBatchInfo(
-        temperatures=per_row(temperature).view(-1, 1),
-        top_ps=top_ps,
-        top_ks=top_ks,
-        min_ps=min_ps,
-        is_all_greedy=bool((top_ks <= 1).all()),
-        is_any_greedy=bool((top_ks <= 1).any()),
-        need_top_p_sampling=bool((top_ps != 1).any()),
-        need_top_k_sampling=bool((top_ks != TOP_K_ALL).any()),
-        need_min_p_sampling=bool((min_ps > 0).any()),
-        vocab_size=vocab,
-        device="cpu",
-        **more,
-    )
-
-
-def coupled_sampler():
-    # Upstream's constructor wants a process group, which only synchronising ranks needs.
-    sampler = sampling.CoupledSampler.__new__(sampling.CoupledSampler)
-    torch.nn.Module.__init__(sampler)
-    return sampler
 
 
 def chi_square(counts, probs):
@@ -64,59 +31,6 @@ def chi_square(counts, probs):
     freedom = len(expected) - 1
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
-
-
-# ---------------------------------------------------------------- noise
-
-
-def splitmix(state):
-    state = (state + 0x9E3779B97F4A7C15) & MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
-    return state ^ (state >> 31)
-
-
-@pytest.mark.parametrize("value", [0, 1, -1, 2**63 - 1, -(2**63), 1234567890123])
-def test_mix_is_splitmix64(value):
-    mixed = int(sampling.mix(torch.tensor(value)))
-    assert mixed & MASK == splitmix((value - 0x9E3779B97F4A7C15) & MASK)
-
-
-def test_noise_is_exponential():
-    keys = torch.arange(40)
-    noise = sampling.exponential(keys, keys * 7, torch.arange(5000)).double().flatten()
-    assert noise.min() > 0 and noise.max() < 20
-    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded once in a thousand.
-    cumulative = 1 - torch.exp(-noise.sort().values)
-    steps = torch.arange(1, len(noise) + 1) / len(noise)
-    assert float((cumulative - steps).abs().max()) < 1.95 / len(noise) ** 0.5
-
-
-def test_small_noise_keeps_its_precision():
-    noise = sampling.exponential(torch.arange(400), torch.zeros(400), torch.arange(10_000)).flatten()
-    small = noise[noise < 1e-4]
-    assert abs(len(small) / len(noise) / 1e-4 - 1) < 0.2
-    assert len(small.unique()) == len(small), "equal small values would make rare tokens tie"
-
-
-@pytest.mark.parametrize("which", ["keys", "positions", "tokens"])
-def test_noise_streams_do_not_resemble_each_other(which):
-    base = torch.arange(200)
-    one = sampling.exponential(base, base + 10, torch.arange(500)).flatten()
-    shift = {name: int(name == which) for name in ("keys", "positions", "tokens")}
-    other = sampling.exponential(
-        base + shift["keys"], base + 10 + shift["positions"], torch.arange(500) + 500 * shift["tokens"]
-    ).flatten()
-    correlation = torch.corrcoef(torch.stack([one, other]))[0, 1]
-    assert abs(float(correlation)) < 4 / len(one) ** 0.5
-
-
-def test_noise_depends_on_nothing_else():
-    keys, positions = torch.tensor([5, -9, 12]), torch.tensor([100, 3, 8])
-    together = sampling.exponential(keys, positions, torch.arange(64))
-    for row in range(3):
-        alone = sampling.exponential(keys[row : row + 1], positions[row : row + 1].int(), torch.arange(64))
-        assert torch.equal(alone[0], together[row])
 
 
 # ---------------------------------------------------------------- draws
@@ -296,60 +210,6 @@ def test_the_guess_obeys_logit_bias():
     assert guess.tolist() == [11, 11]
 
 
-# ---------------------------------------------------------------- penalties
-
-
-def request(rid="r", seed=None, frequency=0.0, presence=0.0, repetition=1.0, max_new_tokens=100):
-    params = SimpleNamespace(
-        frequency_penalty=frequency,
-        presence_penalty=presence,
-        repetition_penalty=repetition,
-        min_new_tokens=0,
-        stop_token_ids=set(),
-        sampling_seed=seed,
-        max_new_tokens=max_new_tokens,
-    )
-    return SimpleNamespace(rid=rid, sampling_params=params)
-
-
-def test_penalties_advance_as_upstream_counts():
-    requests = [
-        request(frequency=0.5, presence=0.3),
-        request(repetition=1.3),
-        request(frequency=0.2, repetition=0.8),
-        request(),
-    ]
-
-    class Batch:
-        reqs, device = requests, "cpu"
-
-    batch = Batch()  # upstream refers to it weakly
-    kinds = {
-        penaltylib.BatchedFrequencyPenalizer,
-        penaltylib.BatchedPresencePenalizer,
-        penaltylib.BatchedRepetitionPenalizer,
-    }
-    orchestrator = penaltylib.BatchedPenalizerOrchestrator(vocab_size=50, batch=batch, penalizers=kinds)
-    rates = torch.tensor([[0.5, 0.3, 1.0], [0.0, 0.0, 1.3], [0.2, 0.0, 0.8], [0.0, 0.0, 1.0]])
-    info = batch_info(4, penalizer_orchestrator=orchestrator)
-    for tokens in torch.tensor([[3, 4, 5, 6], [7, 4, 8, 9], [3, 4, 5, 6]]):
-        info.update_penalties()
-        now = info.copy_for_forward()
-        assert sampling.has_penalties(now)
-        sampling.advance_penalties(now, tokens, rates)
-        orchestrator.cumulate_output_tokens(tokens)
-        info.update_penalties()
-        torch.testing.assert_close(now.acc_additive_penalties, info.acc_additive_penalties)
-        torch.testing.assert_close(now.acc_scaling_penalties, info.acc_scaling_penalties)
-
-
-def test_batches_without_penalties_need_no_advance():
-    info = batch_info(2)
-    assert not sampling.has_penalties(info)
-    sampling.advance_penalties(info, torch.tensor([1, 2]), torch.zeros(2, 3))
-    assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
-
-
 def test_selecting_requests_takes_all_their_parameters():
     grammar = object()
     info = batch_info(
@@ -372,112 +232,3 @@ def test_selecting_requests_takes_all_their_parameters():
     whole = sampler._sample_from_probs(probs, info, torch.tensor([1, 2, 3]), True)
     assert sampler._sample_from_probs(probs[:2], part, torch.tensor([3, 2]), True).tolist() == whole[[2, 1]].tolist()
     assert sampling.select(info, [0], torch.tensor([0])).grammars is None
-
-
-# ---------------------------------------------------------------- keys
-
-
-def test_a_seed_gives_the_same_noise_anywhere():
-    assert sampling.NoiseKeys(0, 1).of(request("a", seed=5)) == sampling.NoiseKeys(9, 9).of(request("b", seed=5))
-    assert sampling.NoiseKeys(0, 1).of(request("a", seed=5)) != sampling.NoiseKeys(0, 1).of(request("a", seed=6))
-
-
-def test_without_a_seed_every_request_has_its_own_noise():
-    keys = sampling.NoiseKeys(0, 1)
-    found = {keys.of(request("same")) for _ in range(100)}
-    assert len(found) == 100
-    assert all(-(2**63) <= key < 2**63 for key in found)
-    assert sampling.NoiseKeys(0, 2).of(request("same")) not in found, "another server, other texts"
-
-
-def test_ranks_agree_on_the_noise():
-    ranks = [sampling.NoiseKeys(0, 1) for _ in range(2)]
-    keys = [[rank.of(request(f"r{i}")) for i in range(20)] for rank in ranks]
-    assert keys[0] == keys[1]
-
-
-def test_a_retracted_request_keeps_its_noise():
-    keys = sampling.NoiseKeys(0, 1)
-    one = request("a")
-    first = keys.of(one)
-    keys.of(request("b"))
-    assert keys.of(one) == first
-
-
-def test_samples_with_one_seed_differ_and_can_be_repeated():
-    def samples(keys, logical):
-        keys.of(request(f"{logical}_{99:032x}", seed=5, max_new_tokens=0))  # upstream caches the prompt first
-        return [keys.of(request(f"{logical}_{i:032x}", seed=5)) for i in range(4)]
-
-    keys = sampling.NoiseKeys(0, 1)
-    first = samples(keys, "one")
-    assert len(set(first)) == 4
-    assert samples(keys, "other") == first
-    assert keys.of(request("plain_name", seed=5)) == keys.of(request("plain_name_2", seed=5)) == first[0]
-
-
-def test_what_is_known_of_samples_is_bounded():
-    keys = sampling.NoiseKeys()
-    for number in range(3 * keys._REMEMBERED):
-        keys.of(request(f"r{number}_{0:032x}", seed=1))
-    assert len(keys._samples) == keys._REMEMBERED
-
-
-# ---------------------------------------------------------------- grammars
-
-
-class Counting(BaseGrammarObject):
-    """Allows only the token after the last one."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.history = [last]
-
-    def accept_token(self, token):
-        if token != self.history[-1] + 1:
-            raise ValueError
-        self.history.append(token)
-
-    def rollback(self, k):
-        del self.history[-k:]
-
-    def allocate_vocab_mask(self, vocab_size, batch_size, device):
-        return torch.full((batch_size, (vocab_size + 31) // 32), -1, dtype=torch.int32)
-
-    def fill_vocab_mask(self, vocab_mask, idx):
-        vocab_mask[idx] = 0
-        vocab_mask[idx, (self.history[-1] + 1) // 32] = 1 << ((self.history[-1] + 1) % 32)
-
-
-def allowed(row):
-    return [32 * word + bit for word in range(2) for bit in range(32) if (int(row[word]) >> bit) & 1]
-
-
-def test_row_1_is_masked_as_its_grammar_will_be():
-    reqs = [SimpleNamespace(grammar=Counting(4)), SimpleNamespace(grammar=None), SimpleNamespace(grammar=Counting(8))]
-    tree = GrammarTree.from_linear_chain(torch.tensor([[4, 5], [1, 2], [8, 30]]))
-    mask = sampling.guess_grammar_mask(reqs, tree, batch_info(3), torch.device("cpu"))
-    assert mask.vocab_mask.shape == (3, 2)
-    assert allowed(mask.vocab_mask[0]) == [6], "the guess 5 is right; 6 follows it"
-    assert len(allowed(mask.vocab_mask[1])) == 64
-    assert len(allowed(mask.vocab_mask[2])) == 64, "a guess that the grammar refuses leads nowhere"
-    assert [reqs[0].grammar.history, reqs[2].grammar.history] == [[4], [8]], "the grammars are where they were"
-
-
-class NoRewind(BaseGrammarObject):
-    pass
-
-
-class Reasoning(BaseGrammarObject):
-    def __init__(self, grammar):
-        super().__init__()
-        self.grammar = grammar
-
-    def rollback(self, k):
-        self.grammar.rollback(k)
-
-
-def test_only_grammars_that_can_go_back_are_tried():
-    assert sampling.can_rewind([None, Counting(1), Reasoning(Counting(1))])
-    assert not sampling.can_rewind([Counting(1), NoRewind()])
-    assert not sampling.can_rewind([Reasoning(NoRewind())])

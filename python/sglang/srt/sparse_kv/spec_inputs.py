@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.sparse_kv import sampling
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 
@@ -58,3 +62,25 @@ class DualVerifyInput(SpecInput):
 
     def is_verify_input(self) -> bool:
         return True
+
+
+def narrow(batch: ForwardBatch, places: Sequence[int], index: torch.Tensor, rows: int) -> ForwardBatch:
+    """The same forward, of `rows` rows a request, for some requests. index: their places, int64 on the device."""
+    part = copy.copy(batch)
+    part.batch_size = len(places)
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        setattr(part, name, getattr(batch, name).view(-1, rows)[index].reshape(-1))
+    for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):
+        value = getattr(batch, name)
+        setattr(part, name, None if value is None else value[index])
+    if batch.seq_lens_cpu is not None:
+        part.seq_lens_cpu = batch.seq_lens_cpu[list(places)]
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+    for name in ("lora_ids", "rids"):
+        value = getattr(batch, name)
+        setattr(part, name, None if value is None else [value[place] for place in places])
+    part.num_token_non_padded_cpu = len(places) * rows
+    part.spec_info = DualVerifyInput(part.positions, rows)
+    part.sampling_info = sampling.select(batch.sampling_info, places, index)
+    part.return_logprob, part.top_logprobs_nums, part.token_ids_logprobs = False, None, None
+    return part

@@ -22,7 +22,7 @@ from sglang.srt.sparse_kv import guide, sampling, sizing
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.guide import GuideState, LookAhead, build_guides
 from sglang.srt.sparse_kv.request_info import StepInfo, asks
-from sglang.srt.sparse_kv.spec_inputs import DualDraftInput, DualVerifyInput
+from sglang.srt.sparse_kv.spec_inputs import DualDraftInput, DualVerifyInput, narrow
 from sglang.srt.sparse_kv.variants import Chooser, Variant
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -363,7 +363,7 @@ class DualDecodeWorker(BaseSpecWorker):
         if len(rows) < len(batch.reqs):
             index = self._upload(rows, torch.int64)
             slots = slots[index]
-            forward_batch = self._narrow(forward_batch, rows, index)
+            forward_batch = narrow(forward_batch, rows, index, self.rows)
         logits = self._forward(forward_batch).logits_output.next_token_logits
         info = forward_batch.sampling_info
         info.update_regex_vocab_mask()
@@ -372,27 +372,6 @@ class DualDecodeWorker(BaseSpecWorker):
         info.grammar_mask = None
         self.guide_state.set(slots, guess)
         self.runtime.end_step(len(rows))
-
-    def _narrow(self, batch: ForwardBatch, rows: Sequence[int], index: torch.Tensor) -> ForwardBatch:
-        """The same forward for some of its requests. rows: their places; index: the same, int64 on the device."""
-        part = copy.copy(batch)
-        part.batch_size = len(rows)
-        for name in ("input_ids", "positions", "out_cache_loc"):
-            setattr(part, name, getattr(batch, name).view(-1, self.rows)[index].reshape(-1))
-        for name in ("req_pool_indices", "seq_lens", "orig_seq_lens"):
-            value = getattr(batch, name)
-            setattr(part, name, None if value is None else value[index])
-        if batch.seq_lens_cpu is not None:
-            part.seq_lens_cpu = batch.seq_lens_cpu[list(rows)]
-            part.seq_lens_sum = int(part.seq_lens_cpu.sum())
-        for name in ("lora_ids", "rids"):
-            value = getattr(batch, name)
-            setattr(part, name, None if value is None else [value[row] for row in rows])
-        part.num_token_non_padded_cpu = len(rows) * self.rows
-        part.spec_info = DualVerifyInput(part.positions, self.rows)
-        part.sampling_info = sampling.select(batch.sampling_info, rows, index)
-        part.return_logprob, part.top_logprobs_nums, part.token_ids_logprobs = False, None, None
-        return part
 
     def _prepare_guess_mask(self, batch: ScheduleBatch, input_ids: torch.Tensor) -> Callable | None:
         """Row 1's grammar mask, to be built under the forward; None without grammars. input_ids: int64 [N * 2]."""
