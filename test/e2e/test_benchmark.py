@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.models import check_inflation, inflate
 from benchmark.quality import fidelity, grid
-from benchmark.serving import prefill, run, table
+from benchmark.serving import load, prefill, run, table
 
 
 def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, capsys):
@@ -50,6 +50,27 @@ def test_first_tokens_are_measured(sparse, demo_model, tmp_path):
     units = 208 // 16 * 30 * 3 * prefill.REPEATS
     assert turns["as_left"]["units"] == {"prefix_cache": units, "prefix_host": 0}
     assert turns["from_host"]["units"] == {"prefix_cache": 0, "prefix_host": units}
+
+
+@pytest.mark.slow
+def test_agents_arrive_at_random(sparse, demo_model, tmp_path, capsys):
+    """SGLang's own client; later turns find what the earlier ones and the other agents left."""
+    output = tmp_path / "load.json"
+    arguments = ["--model", demo_model, "--output", str(output), "--url", sparse.url, "--device", "cpu"]
+    arguments += ["--variants", "sparse", "--logs", str(tmp_path), "--sessions", "2", "--rates", "1"]
+    agents = ["--turns", "2", "--shared", "96", "--first", "128", "--later", "32", "--answer", "8"]
+    assert load.main([*arguments, *agents]) == 0
+    assert load.main([*arguments, "--workload", "random", "--first", "64", "--answer", "8"]) == 0
+    assert load.main([*arguments, "--workload", "shared", "--groups", "1", "--shared", "64", "--answer", "8"]) == 0
+    agents, random, shared = json.loads(output.read_text())["cells"]
+    assert agents["requests"] == 4 and random["requests"] == shared["requests"] == 2
+    first, second = agents["turns"]
+    assert second["cached_tokens"] > 96 + 128 > first["cached_tokens"]
+    assert random["turns"][0]["cached_tokens"] < 32
+    for cell in (agents, random, shared):
+        assert cell["completion_s_p99"] >= cell["ttft_s_p99"] > 0 and cell["goodput_rps"] > 0
+        assert cell["counters"]["steps"] > 0 and cell["counters"]["total"]["selected"] > 0
+    assert "agents" in capsys.readouterr().out
 
 
 @pytest.mark.slow
