@@ -71,6 +71,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     config.check_page_size(options.page_size)
     if options.tp < 1:
         raise ValueError(f"--tp is {options.tp}; give the number of GPUs, at least 1")
+    running, share = options.max_running_requests, options.mem_fraction_static
+    if running is not None and running < 1:
+        raise ValueError(f"--max-running-requests is {running}; give a positive number")
+    if share is not None and not 0 < share < 1:
+        raise ValueError(f"--mem-fraction-static is {share}; give a share of the GPU's memory between 0 and 1")
     shape = model_shape.read(options.model_path, config)
     refusals.check_ranks(shape.kv_heads, options.tp, "--tp")
     context = options.context or shape.context
@@ -84,7 +89,7 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     geometry = shape.geometry(config, options.page_size, options.tp, context)
     load = split.load_of(config, geometry, weights)
     chunk = dense.chunk(load, device, memory)
-    share = options.mem_fraction_static or dense.static_share(memory, options.tp, chunk)
+    share = share or dense.static_share(memory, options.tp, chunk)
     before = memory - dense.CONTEXT_BYTES
     free = int(before * share) - weights
     if free <= 0:
@@ -97,11 +102,11 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
         device=device,
         free=free,
         host=_host(config.host_memory) // options.tp,
-        running=options.max_running_requests or split.DEFAULT_MAX_RUNNING_CUDA,
+        running=running or split.DEFAULT_MAX_RUNNING_CUDA,
         weights=weights,
         context=context,
         fixed_host=config.host_memory != "auto",
-        fixed_running=options.max_running_requests is not None,
+        fixed_running=running is not None,
     )
     made = split.plan_gpu(config, geometry, given)
     outside = {

@@ -136,7 +136,7 @@ class SparseKVConfig:
     @property
     def keeps_history(self) -> bool:
         """Whether the tokens of running requests are kept on the device, for a guide that looks them up."""
-        return (self.guide in _LOOKUP_GUIDES and self.most_rows == 2) or (self.debug and self.most_rows == 2)
+        return self.most_rows == 2 and (self.guide in _LOOKUP_GUIDES or self.debug)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SparseKVConfig:
