@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pickle
 import pickletools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.sparse_kv.config import PAGE_SIZES, SparseKVConfig, config_from_arguments, parse_size
 
@@ -196,6 +198,36 @@ def test_arguments_that_do_not_go_together(arguments, word):
     with pytest.raises(ValueError) as error:
         config_from_arguments(*arguments)
     assert word in refusal(error)
+
+
+NAMES = [field.name for field in dataclasses.fields(SparseKVConfig)]
+NUMBERS = st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**400]) | st.floats()
+SIZES = st.from_regex(r"\A\s?[0-9]{1,3}(\.[0-9]+)?\s?(%|[kmgt]?i?b)\Z")
+HUGE = st.sampled_from(["9" * 400 + ".5GB", "9" * 5000])
+WORDS = st.sampled_from(["all", "none", "auto", "chain"])
+SCALARS = st.none() | st.booleans() | NUMBERS | SIZES | HUGE | st.text() | WORDS
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
+OBJECTS = st.dictionaries(st.sampled_from(NAMES) | st.text(), VALUES, max_size=4)
+DEEP = st.sampled_from(["[" * 10**5, '{"ring": ' + "9" * 5000 + "}"])
+TEXTS = st.text() | (OBJECTS | VALUES).map(json.dumps) | DEEP
+
+
+@settings(max_examples=int(os.environ.get("SPARSE_KV_FUZZ", 200)))
+@given(
+    mode=st.sampled_from(["dualdecoder", "dualdecoder", "dualdecoder", None]) | st.text(),
+    budget=st.none() | st.none() | st.integers() | st.text() | HUGE,
+    host_memory=st.none() | st.none() | SCALARS,
+    more=st.none() | TEXTS | OBJECTS,
+)
+def test_whatever_is_said_is_taken_or_refused_in_one_sentence(mode, budget, host_memory, more):
+    """Command lines, files and keywords of people and of programs: a configuration or a reason, nothing else."""
+    try:
+        config = config_from_arguments(mode, budget, host_memory, more)
+    except ValueError as error:
+        text = str(error)
+        assert text.endswith(".") and "\n" not in text and len(text) < 1000
+    else:
+        assert config is None or SparseKVConfig.from_dict(config.to_dict()) == config
 
 
 def test_rows():

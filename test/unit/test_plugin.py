@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -274,7 +275,31 @@ def test_the_launcher_refuses_host_memory_beyond_the_container(model, monkeypatc
         launch.launch_schedulers(None, object, args, None, spawned.report_and_refuse)
 
 
+def test_memory_is_kept_by_servers_with_sparse_kv(model):
+    released = []
+
+    async def original(self, obj, request):
+        released.append(obj)
+
+    dense = types.SimpleNamespace(server_args=ServerArgs(model_path=model))
+    asyncio.run(launch.keep_memory(original, dense, "all"))
+    sparse = types.SimpleNamespace(server_args=ServerArgs(model_path=model, sparse_kv="dualdecoder"))
+    with pytest.raises(ValueError, match=r"^sglang-dualdecoder: memory that the GPU [^\n]+\.$"):
+        asyncio.run(launch.keep_memory(original, sparse, "all"))
+    assert released == ["all"]
+
+
 # ------------------------------------------------------------ inside a scheduler
+
+
+@pytest.mark.parametrize(("flush", "idle"), [(True, True), (False, False), (True, False)])
+def test_weights_that_would_flush_paused_requests_are_refused(flush, idle):
+    updater = types.SimpleNamespace(is_fully_idle=lambda: idle)
+    answer = launch.new_weights(lambda self, request: "done", updater, types.SimpleNamespace(flush_cache=flush))
+    if flush and not idle:
+        assert not answer.success and "flush_cache false" in answer.message and "\n" not in answer.message
+    else:
+        assert answer == "done"
 
 
 class Runtime:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +37,15 @@ _LOOKUP_GUIDES = ("lookup", "resync")
 _LANDMARK_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
+def shown(value: Any) -> str:
+    """A value for people: as Python writes it, cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, of lists in lists
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= 80 else f"{text[:60]}..."
+
+
 def parse_size(value: int | str, total: int | None = None, name: str = "size") -> int:
     """Turn a size into bytes.
 
@@ -54,27 +62,29 @@ def parse_size(value: int | str, total: int | None = None, name: str = "size") -
         ValueError: not a size, not positive, or a percentage above 100 or without a total.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError(f"{name} is {value!r}, which is not a size; {_SIZE_HELP}.")
+        raise ValueError(f"{name} is {shown(value)}, which is not a size; {_SIZE_HELP}.")
     if isinstance(value, int):
         size = value
     else:
         match = _SIZE.fullmatch(value)
         unit = match.group(2).lower() if match else None
         if match is None or (unit != "%" and unit not in _UNITS):
-            raise ValueError(f"{name} is {value!r}, which is not a size; {_SIZE_HELP}.")
+            raise ValueError(f"{name} is {shown(value)}, which is not a size; {_SIZE_HELP}.")
+        if len(match.group(1)) > 30:
+            raise ValueError(f"{name} is {shown(value)}, more than any machine has; {_SIZE_HELP}.")
         number = float(match.group(1))
         if unit == "%":
             if number > 100:
-                raise ValueError(f"{name} is {value!r}, more than there is; give at most 100%.")
+                raise ValueError(f"{name} is {shown(value)}, more than there is; give at most 100%.")
             if total is None:
-                raise ValueError(f"{name} is {value!r}, but nothing is known to take a share of; {_SIZE_HELP}.")
+                raise ValueError(f"{name} is {shown(value)}, but nothing is known to take a share of; {_SIZE_HELP}.")
             size = int(total * number / 100)
         else:
             # Integers stay exact: a float cannot hold every byte count.
             exact = int(match.group(1)) if match.group(1).isdigit() else number
             size = int(exact * _UNITS[unit])
     if size <= 0:
-        raise ValueError(f"{name} is {value!r}, which leaves no memory; {_SIZE_HELP}.")
+        raise ValueError(f"{name} is {shown(value)}, which leaves no memory; {_SIZE_HELP}.")
     return size
 
 
@@ -150,7 +160,7 @@ class SparseKVConfig:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, n=1)
                 hint = f"perhaps {near[0]!r} was meant." if near else f"known keys are {', '.join(names)}."
-                raise ValueError(f"{key!r} is no sparse KV setting; {hint}")
+                raise ValueError(f"{shown(key)} is no sparse KV setting; {hint}")
         values = dict(values)
         if isinstance(values.get("residency"), (list, tuple)):
             values["residency"] = tuple(values["residency"])
@@ -197,7 +207,7 @@ class SparseKVConfig:
         _check_number("prefetch_floor", self.prefetch_floor, low=0, high=1)
         _check_choice("guide", self.guide, _GUIDES)
         if self.rows not in ROWS or isinstance(self.rows, (bool, float)):
-            raise ValueError(f"rows is {self.rows!r}; use 'auto', 1 or 2.")
+            raise ValueError(f"rows is {shown(self.rows)}; use 'auto', 1 or 2.")
         _check_choice("guide_attends", self.guide_attends, ("selected", "own"))
         _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
         for name in ("prefetch", "coupled_sampling", "debug"):
@@ -209,9 +219,9 @@ class SparseKVConfig:
                 # What a percentage refers to is known only to the planner; any total shows whether it reads.
                 parse_size(size, total=2**50, name=name)
         if not isinstance(self.record, str):
-            raise ValueError(f"record is {self.record!r}; give the path of a file.")
+            raise ValueError(f"record is {shown(self.record)}; give the path of a file.")
         if self.record and not self.debug:
-            raise ValueError(f'record is {self.record!r}, and only a debug server records; add "debug": true.')
+            raise ValueError(f'record is {shown(self.record)}, and only a debug server records; add "debug": true.')
         self._validate_residency()
 
     def _validate_residency(self) -> None:
@@ -253,7 +263,7 @@ def config_from_arguments(
         try:
             budget = int(budget)
         except ValueError:
-            raise ValueError(f"--sparse-kv-budget is {budget!r}; give a whole number of tokens.") from None
+            raise ValueError(f"--sparse-kv-budget is {shown(budget)}; give a whole number of tokens.") from None
     flags = {"budget": budget, "host_memory": host_memory}
     given = {key: value for key, value in flags.items() if value is not None}
     if mode is None:
@@ -262,7 +272,7 @@ def config_from_arguments(
             raise ValueError(f"--sparse-kv-{name} has no effect alone; add --sparse-kv {MODE} or drop it.")
         return None
     if mode != MODE:
-        raise ValueError(f"--sparse-kv is {mode!r}, which is no known mode; use {MODE!r}.")
+        raise ValueError(f"--sparse-kv is {shown(mode)}, which is no known mode; use {MODE!r}.")
     values = _read_config(more)
     for key, value in given.items():
         if key in values:
@@ -277,45 +287,53 @@ def _read_config(more: str | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if isinstance(more, str):
         try:
-            more = json.loads(more, object_pairs_hook=_unique_keys)
+            more = json.loads(more, object_pairs_hook=_unique_keys, parse_int=_whole)
+        except RecursionError:
+            raise ValueError("--sparse-kv-config nests too deep; give an object of settings.") from None
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"--sparse-kv-config is no valid JSON ({error.msg} at character {error.pos}); "
                 'give an object such as {"guide": "none"}.'
             ) from None
     if not isinstance(more, Mapping):
-        raise ValueError(f'--sparse-kv-config is {more!r}; give a JSON object such as {{"guide": "none"}}.')
+        raise ValueError(f'--sparse-kv-config is {shown(more)}; give a JSON object such as {{"guide": "none"}}.')
     return dict(more)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 30:
+        raise ValueError(f"--sparse-kv-config holds a number of {len(digits)} digits; give a smaller one.")
+    return int(digits)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"--sparse-kv-config gives {key!r} twice; keep one of them.")
+            raise ValueError(f"--sparse-kv-config gives {shown(key)} twice; keep one of them.")
         values[key] = value
     return values
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}; give a whole number.")
+        raise ValueError(f"{name} is {shown(value)}; give a whole number.")
     _check_range(name, value, low, high)
 
 
 def _check_number(name: str, value: Any, low: float, high: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}; give a number.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"{name} is {shown(value)}; give a number.")
     _check_range(name, value, low, high)
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} is {value}, out of range; give a value {allowed}.")
+        raise ValueError(f"{name} is {shown(value)}, out of range; give a value {allowed}.")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...], more: str = "") -> None:
     if not isinstance(value, str) or value not in choices:
         allowed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} is {value!r}; use {allowed}{more}.")
+        raise ValueError(f"{name} is {shown(value)}; use {allowed}{more}.")

@@ -58,6 +58,16 @@ def _wait_for_ready(original: Callable, refused: Any) -> None:
     refusals.refuse(sentence)
 
 
+async def keep_memory(original: Callable, self: Any, obj: Any, request: Any = None) -> None:
+    """AROUND ``release_memory_occupation`` and ``resume_memory_occupation`` of the process that takes requests."""
+    if config_of(self.server_args) is not None:
+        raise ValueError(
+            "sglang-dualdecoder: memory that the GPU shares with the host cannot be released and resumed; "
+            "end the server to free it."
+        )
+    await original(self, obj, request)
+
+
 # ------------------------------------------------------------ in a scheduler process
 
 
@@ -146,6 +156,20 @@ def small_eager_buffers(original: Callable, self: Any, model_runner: Any) -> Non
         original(self, model_runner)
     finally:
         model_runner.max_total_num_tokens = tokens
+
+
+def new_weights(original: Callable, self: Any, recv_req: Any) -> Any:
+    """AROUND ``SchedulerWeightUpdaterManager.update_weights_from_disk``."""
+    if not recv_req.flush_cache or self.is_fully_idle():
+        return original(self, recv_req)
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    return UpdateWeightFromDiskReqOutput(
+        success=False,
+        message="sglang-dualdecoder: the weights stay, since requests are paused whose pages cannot be flushed; "
+        "send flush_cache false, or pause with mode abort.",
+        num_paused_requests=0,
+    )
 
 
 class _Counters:

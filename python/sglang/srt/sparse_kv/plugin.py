@@ -68,6 +68,7 @@ def _owner(name: str) -> Callable:
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 HOOKS = (
     Hook(
@@ -114,6 +115,18 @@ HOOKS = (
         "launch:launch_schedulers",
         "has the scheduler processes put their hooks in place first, and brings back the reason when one refuses",
         "SGLang's pool would be built, and a failed hook there would go unnoticed",
+    ),
+    *(
+        Hook(
+            f"{_CONTROL}.{what}_memory_occupation",
+            HookType.AROUND,
+            LAUNCHER,
+            ("self", "obj", "request"),
+            "launch:keep_memory",
+            "refuses in one sentence, since without --enable-memory-saver nothing can be released",
+            "SGLang says that it was done and does nothing, or ends the server when a request runs",
+        )
+        for what in ("release", "resume")
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
@@ -193,6 +206,15 @@ HOOKS = (
         "launch:publish_metrics",
         "publishes our counters at /metrics whenever SGLang publishes its own",
         "/metrics lacks the names that begin with sglang:sparse_kv_",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        HookType.AROUND,
+        SCHEDULER,
+        ("self", "recv_req"),
+        "launch:new_weights",
+        "refuses to flush the pages of requests that are paused",
+        "SGLang loads the new weights, finds that it cannot flush, and ends the server",
     ),
     Hook(
         f"{_SCHEDULER}.get_internal_state",

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.sparse_kv.config import ROWS, SparseKVConfig
 
 GUIDES = ("chain", "random", "frozen", "forced", "greedy", "lookup", "resync")
-TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle")
+TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle", "faulty", "broken")
 # SGLang's endpoint for internal state carries numbers only, so a name may be given as its place in the list.
 ATTENDS = ("selected", "own")
 # What one tensor parallel rank may do otherwise than another: when and how often its own bytes move. Not its slots: by

@@ -17,6 +17,7 @@ must. Those planned after it carry the current one and are safe until the next s
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,7 +93,7 @@ class Schedule:
         """Fetches misses on the critical path. Kernels that do so note how long it takes; here a clock does."""
         runtime = self.runtime
         lane, begin = runtime.cache.lanes[layer], time.perf_counter_ns()
-        runtime.transfer.submit(lane, lambda: runtime.ops.gather(view, fetch), urgent=True)
+        runtime.transfer.submit(lane, partial(runtime.ops.gather, view, fetch), urgent=True)
         runtime.transfer.join(lane)
         if runtime.transfer.blocks and bool(fetch.units[: int(fetch.count), 3].any()):  # a page begun has no tokens yet
             view.stalled += time.perf_counter_ns() - begin
@@ -116,7 +117,7 @@ class Schedule:
 
     def _submit(self, layer: int, view: LayerView, fetch: Fetch) -> None:
         runtime = self.runtime
-        runtime.transfer.submit(runtime.cache.lanes[layer], lambda: runtime.ops.gather(view, fetch))
+        runtime.transfer.submit(runtime.cache.lanes[layer], partial(runtime.ops.gather, view, fetch))
 
     def _begin_scoped(self, layer: int, step: DecodeStep) -> None:
         """Starts filling the layer's ring buffer, left empty by the layer before: forced pages, then predicted."""

@@ -8,10 +8,12 @@ is joined before the forward ends: that is all an engine may rely on, and the od
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
@@ -135,6 +137,51 @@ class FailingTransfer(Transfer):
         pass
 
 
+class FaultyTransfer(ReorderedTransfer):
+    """All of it at once, from a seed: copies are late and out of order, and some fail or fall short. What is not whole
+    is tried again; TransferError after `attempts`. notices=False takes a short copy for a whole one: for tests that
+    must fail.
+    """
+
+    def __init__(self, seed: int, rate: float = 0.3, attempts: int = 16, notices: bool = True) -> None:
+        super().__init__(seed)
+        self.rate, self.attempts, self.notices = rate, attempts, notices
+        self.failures = self.short = 0
+
+    def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
+        super().submit(lane, partial(self._try, copy))
+
+    def _try(self, copy: Copy) -> None:
+        for _ in range(self.attempts):
+            if self.random.random() >= self.rate:
+                copy()
+                return
+            part = a_part(copy, self.random.random())
+            if part is None or self.random.random() < 0.5:
+                self.failures += 1
+                continue
+            part()
+            self.short += 1
+            if not self.notices:
+                return
+        raise TransferError(f"a copy from host memory failed {self.attempts} times in a row")
+
+
+def a_part(copy: Copy, share: float) -> Copy | None:
+    """A copy of the first units, or tokens, of what `copy` moves; None where it cannot be divided."""
+    if not isinstance(copy, partial):
+        return None
+    what = copy.func.__name__
+    if what == "gather":
+        view, fetch = copy.args
+        return partial(copy.func, view, dataclasses.replace(fetch, count=(fetch.count * share).int()))
+    if what == "store_chunk":
+        view, k, v, loc, through = copy.args
+        tokens = int(len(loc) * share)
+        return partial(copy.func, view, k[:tokens], v[:tokens], loc[:tokens], through)
+    return None
+
+
 class SkippedTransfer(PlainTransfer):
     """The no-IO oracle: brings nothing. The text is wrong; the time is what a perfect transfer would leave. The host
     still gets what is new, so that the next policy finds the truth there, and what crosses no link is done.
@@ -228,4 +275,6 @@ CPU_TRANSFERS: dict[str, Callable[[int], Transfer]] = {
     "reordered": lambda seed: ReorderedTransfer(seed),
     "failing": lambda seed: FailingTransfer(seed),
     "oracle": lambda seed: SkippedTransfer(),
+    "faulty": lambda seed: FaultyTransfer(seed),
+    "broken": lambda seed: FailingTransfer(seed, rate=1.0),
 }
