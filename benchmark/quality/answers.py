@@ -15,68 +15,81 @@ from benchmark.models.llama_ref import Checkpoint, Llama
 from benchmark.quality.sparse_rows import Dense, Selecting
 
 
-class Answers(Llama):
-    """Sizes: B prompts, W ways, H KV heads of G query heads, C closed pages of P tokens, A own pages of a row.
+class Read:
+    """B prompts, read once with exact attention. Of C closed pages of P tokens and H KV heads, in float32:
 
-    Args:
-        checkpoint: the weights.
-        prompts: token ids of each.
-        ways: one page size for all; None is dense. Query heads agree by "max" among candidates, as in the product.
-        tokens: that an answer has at most.
-        device: where to compute, in float32.
-
-    Raises:
-        ValueError: the ways differ in what is the same here, or the prompts have nothing in common but their number.
+    keys, values [L, B, H, C P, D], zero where a prompt is shorter; open_keys, open_values [L, B, H, P, D], of the page
+    that is not closed; first int64 [B], the dense model's next token; lengths int64 [B].
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prompts: Sequence[list[int]],
-        ways: Sequence[Selecting | None],
-        tokens: int,
-        device: str,
-    ):
-        super().__init__(checkpoint, device=device)
-        sparse = [way for way in ways if way is not None]
-        if any((w.page, w.reduce, w.normalise) != (sparse[0].page, "max", "candidates") for w in sparse):
-            raise ValueError("ways of one run have one page size, reduce by max, and compare candidates.")
-        self.ways, self.tokens, self.page = list(ways), tokens, sparse[0].page if sparse else 16
-        page, shape, many = self.page, self.shape, len(prompts)
+    def __init__(self, checkpoint: Checkpoint, prompts: Sequence[list[int]], device: str, page: int = 16):
+        shape, self.page = checkpoint.shape, page
         lengths = torch.tensor([len(ids) for ids in prompts])
-        closed, rest = int(lengths.max()) // page, lengths % page
-        own = -(-(page - 1 + tokens) // page) * page
-        size = (shape.layers, many, shape.kv_heads)
-        self.keys, self.values = (torch.zeros((*size, closed * page, shape.head_dim), device=device) for _ in "kv")
-        self.own_keys, self.own_values = (
-            torch.zeros((*size, len(ways), own, shape.head_dim), device=device) for _ in "kv"
-        )
+        size = (shape.layers, len(prompts), shape.kv_heads)
+        closed = int(lengths.max()) // page * page
+        self.keys, self.values = (torch.zeros((*size, closed, shape.head_dim), device=device) for _ in "kv")
+        self.open_keys, self.open_values = (torch.zeros((*size, page, shape.head_dim), device=device) for _ in "kv")
         first = []
         for b, ids in enumerate(prompts):
             model = Dense(checkpoint, device)
             first.append(next(model.logits(model.last_stream(torch.tensor(ids))[-1:]))[0].argmax())
             whole = len(ids) // page * page
             for layer, pair in enumerate(model.kept):
-                for shared, mine, read in zip((self.keys, self.values), (self.own_keys, self.own_values), pair):
+                for shared, mine, read in zip((self.keys, self.values), (self.open_keys, self.open_values), pair):
                     shared[layer, b, :, :whole] = read[:, :whole]
-                    mine[layer, b, :, :, : len(ids) - whole] = read[:, None, whole:]
-        self.first = torch.stack(first)  # int64 [B]
-        self.lengths, self.rest = lengths.to(device), rest.to(device)
-        self.closed = self.lengths // page
+                    mine[layer, b, :, : len(ids) - whole] = read[:, whole:]
+        self.first, self.lengths = torch.stack(first), lengths.to(device)
+
+
+class Answers(Llama):
+    """Sizes as in `Read`; W ways, G query heads of a KV head, A own pages of a row.
+
+    Args:
+        checkpoint: the weights.
+        read: the prompts.
+        ways: with the page size of `read`, query heads agreeing by "max" among candidates; None is dense.
+        tokens: that an answer has at most.
+
+    Raises:
+        ValueError: a way differs in what is the same here.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, read: Read, ways: Sequence[Selecting | None], tokens: int):
+        device = read.keys.device
+        super().__init__(checkpoint, device=device)
+        fixed = (read.page, "max", "candidates")
+        if any((way.page, way.reduce, way.normalise) != fixed for way in ways if way is not None):
+            raise ValueError("ways of one run have one page size, reduce by max, and compare candidates.")
+        self.ways, self.tokens, self.page = list(ways), tokens, read.page
+        self.keys, self.values, self.first, self.lengths = read.keys, read.values, read.first, read.lengths
+        self.closed, self.rest = self.lengths // self.page, self.lengths % self.page
+        own = -(-(self.page - 1 + tokens) // self.page) * self.page
+        layers, many, heads, _, dim = self.keys.shape
+        size = (layers, many, heads, len(ways), own, dim)
+        self.own_keys, self.own_values = (torch.zeros(size, device=device) for _ in "kv")
+        for mine, opened in ((self.own_keys, read.open_keys), (self.own_values, read.open_values)):
+            mine[..., : self.page, :] = opened[:, :, :, None]
+        # What a step needs of the ways, brought to the device once: [1, R] of each score's R ways.
+        self.groups = []
+        for score in dict.fromkeys(way.score for way in ways if way is not None):
+            columns = [w for w, way in enumerate(ways) if way is not None and way.score is score]
+            sizes = ([[getattr(ways[w], name) for w in columns]] for name in ("sinks", "window", "budget"))
+            on_device = [torch.tensor(each, device=device) for each in (columns, *sizes)]
+            self.groups.append((score, max(ways[w].budget for w in columns) // self.page, *on_device))
         self._step = 0
 
     @torch.inference_mode()
     def run(self, ends: Sequence[int] = ()) -> list[list[list[int]]]:
         """Answers of each prompt under each way, without the token of `ends` that ended them."""
         many, ways = len(self.lengths), len(self.ways)
-        said = [self.first.repeat_interleave(ways)]
+        said = [self.first[:, None].expand(-1, ways).flatten()]
         stop = torch.tensor(list(ends), device=self.device)
         over = torch.isin(said[0], stop)
         for step in range(self.tokens - 1):
             if step % 8 == 0 and bool(over.all()):
                 break
             self._step = step
-            positions = (self.lengths + self._step).repeat_interleave(ways)
+            positions = (self.lengths + step)[:, None].expand(-1, ways).flatten()
             said.append(torch.cat(list(self.logits(self.last_stream(said[-1], positions)))).argmax(-1))
             over |= torch.isin(said[-1], stop)
         rows = torch.stack(said, 1).view(many, ways, -1).tolist()
@@ -93,7 +106,8 @@ class Answers(Llama):
         # Both index tensors come first in what is assigned: [B, H, W, D].
         own_keys[batch, :, :, at] = k.view(heads, many, ways, dim).permute(1, 0, 2, 3)
         own_values[batch, :, :, at] = v.view(heads, many, ways, dim).permute(1, 0, 2, 3)
-        attended = self.choose(q, keys, own_keys).repeat_interleave(page, -1)  # bool [B, H, W, tokens]
+        chosen = self.choose(q, keys, own_keys)
+        attended = chosen[..., None].expand(*chosen.shape, page).flatten(-2)  # bool [B, H, W, tokens]
         shared = keys.shape[2]
         own = torch.arange(own_keys.shape[3], device=q.device) <= at[:, None]  # tokens that are written, [B, A P]
         attended[..., shared:] &= own[:, None, None]
@@ -117,12 +131,7 @@ class Answers(Llama):
         exists = torch.cat([shared < self.closed[:, None], (own * page <= self.rest[:, None] + self._step)], 1)
         place = torch.cat([shared.expand(many, -1), self.closed[:, None] + own], 1)  # of a page in its row's text
         chosen = exists[:, None, None].repeat(1, heads, ways, 1)
-        for score, columns in self._by_score().items():
-            how = [self.ways[w] for w in columns]
-            sinks, window, budget = (
-                torch.tensor([[getattr(way, name) for way in how]], device=q.device)
-                for name in ("sinks", "window", "budget")
-            )  # [1, R]
+        for score, most, columns, sinks, window, budget in self.groups:
             position = (self.lengths + self._step)[:, None]
             recent = (position + 1 - window).clamp(min=0) // page  # the first page of each row's window, [B, R]
             forced = (place[:, None] < -(-sinks // page)[..., None]) | (place[:, None] >= recent[..., None])
@@ -141,19 +150,12 @@ class Answers(Llama):
                 -1,
             ).masked_fill(~candidate[:, None, None], float("-inf"))  # [B, H, G, R, C + A]
             best = (estimate - estimate.logsumexp(-1, keepdim=True)).amax(2)
-            most = min(max(way.budget for way in how) // page, best.shape[-1])
-            order = best.topk(most, dim=-1).indices
-            kept = (torch.arange(most, device=q.device) < (budget // page)[..., None])[:, None].expand_as(order)
+            order = best.topk(min(most, best.shape[-1]), dim=-1).indices
+            rank = torch.arange(order.shape[-1], device=q.device)
+            kept = (rank < (budget // page)[..., None])[:, None].expand_as(order)
             picked = torch.zeros_like(best, dtype=torch.bool).scatter_(3, order, kept)
             chosen[:, :, columns] = (picked & candidate[:, None]) | (forced & exists[:, None])[:, None]
         return chosen
-
-    def _by_score(self) -> dict:
-        found: dict = {}
-        for w, way in enumerate(self.ways):
-            if way is not None:
-                found.setdefault(way.score, []).append(w)
-        return found
 
 
 def _until(row: list[int], ends: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from benchmark import chart
 from benchmark.corpus import load_tokenizer
 from benchmark.models.llama_ref import Held
-from benchmark.quality.answers import Answers
+from benchmark.quality.answers import Answers, Read
 from benchmark.quality.recall import render
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import RECENT, Selecting, selecting
@@ -51,21 +51,21 @@ def measure(checkpoint: Held, tokenizer, task: str, length: int, options: argpar
 
     made = prompts(task, length, options.prompts, count, options.seed)
     ids = [tokenizer.encode(render(tokenizer, prompt), add_special_tokens=False) for prompt in made]
+    read = Read(checkpoint, ids, options.device)
+    took = time.monotonic() - start
+    cell: dict = {"task": task, "length": length, "scores": {}, "prompt_tokens": [len(each) for each in ids]}
+    cell["first_answers"] = {"wanted": made[0].references}
     how = ways(options.score, options.budget, length)
-    run = Answers(checkpoint, ids, list(how.values()), max(prompt.tokens for prompt in made), options.device)
-    read = time.monotonic() - start
-    said = [[tokenizer.decode(answer) for answer in of] for of in run.run([tokenizer.eos_token_id])]
-    return {
-        "task": task,
-        "length": length,
-        "scores": {
-            name: [round(prompt.score(answers[w]), 4) for prompt, answers in zip(made, said)]
-            for w, name in enumerate(how)
-        },
-        "prompt_tokens": [len(each) for each in ids],
-        "first_answers": {"wanted": made[0].references, "dense": said[0][0], "last": said[0][-1]},
-        "seconds": [round(read, 1), round(time.monotonic() - start - read, 1)],
-    }
+    # Dense alone first: it is cheap, and says whether the rest counts.
+    for some in ({DENSE: None}, {name: way for name, way in how.items() if way is not None}):
+        if not some or (cell["scores"] and options.skip and not counts(cell)):
+            continue
+        run = Answers(checkpoint, read, list(some.values()), max(prompt.tokens for prompt in made))
+        said = [[tokenizer.decode(answer) for answer in of] for of in run.run([tokenizer.eos_token_id])]
+        for w, name in enumerate(some):
+            cell["scores"][name] = [round(prompt.score(answers[w]), 4) for prompt, answers in zip(made, said)]
+        cell["first_answers"] |= {name: said[0][w] for w, name in enumerate(some) if w in (0, len(some) - 1)}
+    return cell | {"seconds": [round(took, 1), round(time.monotonic() - start - took, 1)]}
 
 
 def mean(values: list[float]) -> float:
@@ -95,20 +95,22 @@ def table(cells: list[dict]) -> str:
     lines, means = [], {(row["length"], row["way"]): row for row in summary(cells)}
     for length in dict.fromkeys(cell["length"] for cell in cells):
         of = [cell for cell in cells if cell["length"] == length]
-        for budget in dict.fromkeys(way.partition("@")[2] for way in of[0]["scores"] if way != DENSE):
-            names = [way.partition("@")[0] for way in of[0]["scores"] if way.endswith(f"@{budget}")]
+        every = max((cell["scores"] for cell in of), key=len)
+        for budget in dict.fromkeys(way.partition("@")[2] for way in every if way != DENSE):
+            names = [way.partition("@")[0] for way in every if way.endswith(f"@{budget}")]
             head, width = f"{length} tokens, budget {budget}", 30
             lines.append(f"\n{head:{width}}" + "".join(f"{name:>11}" for name in [DENSE, *names]))
             for cell in of:
-                scores = [mean(cell["scores"][way]) for way in (DENSE, *(f"{name}@{budget}" for name in names))]
+                scores = [cell["scores"].get(way) for way in (DENSE, *(f"{name}@{budget}" for name in names))]
+                shown = (f"{100 * mean(each):.1f}" if each else "-" for each in scores)
                 label = cell["task"] if counts(cell) else f"({cell['task']})"
-                lines.append(f"{label:{width}}" + "".join(f"{100 * score:11.1f}" for score in scores))
+                lines.append(f"{label:{width}}" + "".join(f"{each:>11}" for each in shown))
             rows = [means.get((length, way)) for way in (DENSE, *(f"{name}@{budget}" for name in names))]
             if rows[0]:
                 label = f"mean of {rows[0]['tasks']} that count"
                 lines.append(f"{label:{width}}" + "".join(f"{100 * row['score']:11.1f}" for row in rows))
-                errors = "".join(f"{'± %.1f' % (100 * row['error']) if i else '':>11}" for i, row in enumerate(rows))
-                lines.append(f"{'its distance from dense':{width}}" + errors)
+                gaps = ["", *(f"{100 * row['against_dense']:+.1f}±{100 * row['error']:.1f}" for row in rows[1:])]
+                lines.append(f"{'its distance from dense':{width}}" + "".join(f"{gap:>11}" for gap in gaps))
     lines.append(f"\n(task): the dense model scores below {COUNTS:.0%}, which says nothing about sparse attention.")
     return "\n".join(lines)
 
@@ -138,6 +140,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", nargs="+", type=int, default=[128, 256, 512, 1024, 2048], help="tokens")
     scores = ["mean", "outliers", "four-4bit", "exact", "quest", RECENT]
     parser.add_argument("--score", nargs="+", default=scores, choices=[*sorted(SCORES), RECENT])
+    parser.add_argument("--skip", action="store_true", help="only dense for tasks that do not count")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1e9, help="starts no task after this time")

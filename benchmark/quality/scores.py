@@ -18,8 +18,8 @@ Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def dots(q: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """q·v for each of M vectors of a page. q [H, G, R, D], vectors [H, NP, M, D]. Returns [H, G, R, NP, M]."""
     heads, pages, many, dim = vectors.shape
-    flat = vectors.reshape(heads, 1, pages * many, dim)
-    return (q @ flat.transpose(2, 3)).unflatten(-1, (pages, many))
+    flat = vectors.reshape(heads, pages * many, dim)  # one product for all query heads of a KV head
+    return (q.flatten(1, 2) @ flat.transpose(1, 2)).view(*q.shape[:3], pages, many)
 
 
 def exact(q, keys):

@@ -86,8 +86,10 @@ def send(url: str, load: Workload, rate: float, chosen: argparse.Namespace, fixe
     lines.unlink(missing_ok=True)
     command = [sys.executable, "-m", "sglang.bench_serving", "--base-url", url, "--model", chosen.model]
     command += ["--num-prompts", str(load.sessions), "--request-rate", str(rate), "--seed", str(chosen.seed), *fixed]
-    command += ["--temperature", str(chosen.temperature), "--output-details", "--cache-report", "--flush-cache"]
-    command += ["--disable-tqdm", "--output-file", str(lines)]
+    # A chat takes its temperature from the body alone.
+    body = {"temperature": chosen.temperature} if "sglang-oai-chat" in fixed else {}
+    command += ["--temperature", str(chosen.temperature), "--extra-request-body", json.dumps(body)]
+    command += ["--output-details", "--cache-report", "--flush-cache", "--disable-tqdm", "--output-file", str(lines)]
     with log.open("w") as output:
         status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=chosen.patience).returncode
     if status or not lines.is_file():

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmark import chart
 from benchmark.models.llama_ref import Checkpoint, Llama
 from benchmark.quality import grid
-from benchmark.quality.answers import Answers
+from benchmark.quality.answers import Answers, Read
 from benchmark.quality.scores import SCORES, mean
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows
 
@@ -46,7 +46,7 @@ def test_every_row_says_what_it_says_alone(checkpoint, prompts):
     """Given a row's own answer as the tail, the block decoder predicts each of its tokens."""
     ways = [Selecting(SCORES[name], budget, 8, 8, 10) for name in sorted(SCORES) for budget in (16, 48)]
     ways += [Selecting(mean, 0, 8, 8, 34), None]
-    said = Answers(checkpoint, prompts, ways, TOKENS, "cpu").run()
+    said = Answers(checkpoint, Read(checkpoint, prompts, "cpu", 8), ways, TOKENS).run()
     for ids, answers in zip(prompts, said):
         for way, answer in zip(ways, answers):
             assert len(answer) == TOKENS
@@ -64,19 +64,20 @@ def test_every_row_says_what_it_says_alone(checkpoint, prompts):
 
 def test_an_answer_ends_where_it_says_so(checkpoint, prompts):
     ways = [Selecting(mean, 16, 8, 8, 10), None]
-    whole = Answers(checkpoint, prompts, ways, TOKENS, "cpu").run()
+    read = Read(checkpoint, prompts, "cpu", 8)
+    whole = Answers(checkpoint, read, ways, TOKENS).run()
     end = whole[0][0][5]
-    cut = Answers(checkpoint, prompts, ways, TOKENS, "cpu").run([end])
+    cut = Answers(checkpoint, read, ways, TOKENS).run([end])
     for before, after in zip(whole, cut):
         for long, short in zip(before, after):
             assert short == long[: long.index(end) if end in long else TOKENS]
-    every = Answers(checkpoint, prompts, ways, TOKENS, "cpu").run(range(97))
+    every = Answers(checkpoint, read, ways, TOKENS).run(range(97))
     assert every == [[[], []]] * 3
 
 
 def test_ways_that_cannot_run_together_are_refused(checkpoint, prompts):
     with pytest.raises(ValueError, match="one page size"):
-        Answers(checkpoint, prompts, [Selecting(mean, 16, 8), Selecting(mean, 16, 16)], 4, "cpu")
+        Answers(checkpoint, Read(checkpoint, prompts, "cpu"), [Selecting(mean, 16, 16), Selecting(mean, 16, 8)], 4)
 
 
 # ---------------------------------------------------------------- the grid

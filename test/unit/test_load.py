@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -128,3 +131,59 @@ def test_the_command(scripted, tmp_path, capsys):
     assert load.main([*arguments, "--rates", "2", "9"]) == 1
     assert [rate for _, rate, _ in scripted] == [0.5, 2, 9]
     assert "sparse: the client ended with status 1" in capsys.readouterr().err
+
+
+class Scripted(http.server.BaseHTTPRequestHandler):
+    """Answers a chat with five tokens, one every 10 ms, and counts what it was asked."""
+
+    def reply(self, body: str, kind: str = "application/json"):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_GET(self):
+        state = {"internal_states": [{}], "max_total_num_tokens": 1000}
+        self.reply(json.dumps({"data": [{"id": "m"}]} if self.path == "/v1/models" else state))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if self.path == "/flush_cache":
+            self.server.flushed = len(self.server.asked)
+            return self.reply("{}")
+        self.server.asked.append(body)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for n in range(5):
+            time.sleep(0.01)
+            part = {"choices": [{"index": 0, "delta": {"content": f" t{n}"}}], "usage": {"completion_tokens": n + 1}}
+            part["sglext"] = {"cached_tokens_details": {"device": 10 * len(body["messages"])}}
+            self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.slow
+def test_the_client_is_told_what_it_understands(demo_model, tmp_path):
+    """SGLang's own client sends our agents, turn by turn, and what it writes down is what is read."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    server.asked, server.flushed = [], 0
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    arguments = ["--model", demo_model, "--output", str(tmp_path / "load.json"), "--variants", "dense", "--logs"]
+    arguments += [str(tmp_path), "--url", f"http://127.0.0.1:{server.server_port}", "--sessions", "2", "--turns", "2"]
+    sizes = ["--shared", "64", "--first", "96", "--later", "16", "--answer", "5", "--rates", "20"]
+    status = load.main([*arguments, *sizes, "--temperature", "0.6"])
+    server.shutdown()
+    assert status == 0
+    (cell,) = json.loads((tmp_path / "load.json").read_text())["cells"]
+    assert cell["requests"] == 4 and 0.01 <= cell["ttft_s_p50"] <= cell["completion_s_p99"]
+    assert [turn["cached_tokens"] for turn in cell["turns"]] == [20, 40]  # system and user; then answer and user
+    asked = server.asked[server.flushed :]
+    assert len(asked) == 4 and all(body["temperature"] == 0.6 and body["ignore_eos"] for body in asked)
+    assert {body["max_completion_tokens"] for body in asked} == {5}
+    (later,) = (body["messages"] for body in asked[-1:])
+    assert [message["role"] for message in later] == ["system", "user", "assistant", "user"]
+    assert later[2]["content"] == " t0 t1 t2 t3 t4"
