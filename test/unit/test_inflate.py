@@ -22,6 +22,10 @@ TARGETS = {
     "groups smaller than the source's": Shape(64, 8, 8, 8, 4, 41),
     "one spare query head": Shape(32, 8, 2, 32, 3, 97),
     "TP 8": Shape(96, 24, 8, 16, 3, 64),
+    # What the presets do to the demo model: groups of 5, heads twice as wide, 1.6 and 2.1 times the layers, 9 and 18
+    # times the neurons.
+    "as 14b": Shape(40, 40, 8, 16, 5, 360),
+    "as 32b": Shape(40, 40, 8, 16, 7, 720),
 }
 
 
