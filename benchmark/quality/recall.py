@@ -20,6 +20,7 @@ import requests
 from transformers import AutoTokenizer
 
 from benchmark.quality.tasks import TASKS, Prompt, prompts
+from benchmark.serving.record import machine, sources, versions
 
 TIMEOUT = 1800  # seconds for one answer: a long prompt may wait behind others
 
@@ -94,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
                 ]
                 rows.append({"task": task, "length": length, "budget": budget, "score": score, "asked": asked})
     if args.json:
-        record = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "rows": rows}
+        record = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "backend": args.url}
+        record |= {"machine": machine(), "versions": versions(), "sources": sources(), "rows": rows}
         args.json.write_text(json.dumps(record, indent=1))
     return 0
 
