@@ -79,6 +79,17 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors(file), f"{name(path)} links to {link}, and there is no such heading"
 
 
+FILE = re.compile(r"`([\w.-]*/[\w./-]+\.\w+|\w+\.(?:py|cu|cuh|h))`")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_files_that_are_named_are_there(path):
+    """With a folder or an ending of sources; by the end of their path. What users have or make has neither."""
+    for file in set(FILE.findall(path.read_text(encoding="utf-8"))):
+        pattern = file.removeprefix("../")
+        assert file.startswith("/") or next(REPOSITORY.rglob(pattern), None), f"{name(path)} names {file}"
+
+
 def test_every_page_is_in_the_site_and_reached_from_the_start():
     listed = set(re.findall(r"[\w-]+\.md", (REPOSITORY / "mkdocs.yml").read_text()))
     pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")}
