@@ -29,7 +29,7 @@ from benchmark.serving.record import machine, sources, versions
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Agreement of sparse decoding with full attention.")
     parser.add_argument("model", type=Path, help="Hugging Face directory of a Llama model")
-    parser.add_argument("--score", nargs="+", default=["landmark", "mean", "exact"], choices=[*sorted(SCORES), RECENT])
+    parser.add_argument("--score", nargs="+", default=["mean", "exact"], choices=[*sorted(SCORES), RECENT])
     parser.add_argument("--budget", nargs="+", type=int, default=[512], help="tokens")
     parser.add_argument("--page", nargs="+", type=int, default=[16], help="tokens")
     parser.add_argument("--sinks", nargs="+", type=int, default=[16], help="tokens")
@@ -38,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--normalise", nargs="+", default=["candidates"], choices=["candidates", "all"])
     parser.add_argument("--length", type=int, default=6144, help="tokens of a context")
     parser.add_argument("--tail", type=int, default=256, help="tokens at its end that are predicted")
-    parser.add_argument("--rows", type=int, help="predict only so many of them, the first")
     parser.add_argument("--each", type=int, default=3, help="contexts of every kind of text")
     parser.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS, help="of text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -74,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
             continue
         file = args.keep / f"{number}-{kind}-{args.length}.pt" if args.keep else None
         context = Prefilled.read(checkpoint, ids, args.tail, args.device, file)
-        if args.rows is not None:
-            context = context.first(args.rows)
         for name, how in settings.items():
             run = SparseRows(checkpoint, context, how)
             measured[name].add(kind, run.predictions(), context.logits, run)

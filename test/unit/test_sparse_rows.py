@@ -10,12 +10,11 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
-from sglang.srt.sparse_kv.ops.landmarks import make
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.fidelity import Measured
-from benchmark.quality.scores import SCORES, exact, gauss, landmark, mean, outliers, parts
+from benchmark.quality.scores import SCORES, exact, gauss, mean, outliers, parts
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, select
 
 TOKENS, TAIL = 152, 24
@@ -48,14 +47,6 @@ def test_everything_selected_is_dense(checkpoint, context):
     rows = SparseRows(checkpoint, context, Selecting(mean, budget=TOKENS + 16))
     torch.testing.assert_close(rows.predictions(), context.logits, rtol=1e-4, atol=1e-4)
     assert min(rows.attended) == pytest.approx(1) and max(rows.lost) < 1e-8
-
-
-def test_the_first_rows_alone_are_what_they_were(checkpoint, context):
-    how = Selecting(landmark, budget=32, page=8, sinks=8, window=10)
-    few = context.first(7)
-    assert few.tail == 7 and len(few.ids) == TOKENS - TAIL + 7 and torch.equal(few.logits, context.logits[:7])
-    whole = SparseRows(checkpoint, context, how).predictions()
-    torch.testing.assert_close(SparseRows(checkpoint, few, how).predictions(), whole[:7], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -100,11 +91,11 @@ def test_the_study_selects_what_the_product_selects(sinks, window):
     rand = torch.Generator().manual_seed(window)
     keys, q = torch.randn(heads, total, dim, generator=rand), torch.randn(heads, group, rows, dim, generator=rand)
     position = torch.arange(total - rows, total)
-    how = Selecting(landmark, 40, page, sinks, window)
+    how = Selecting(mean, 40, page, sinks, window)
     found = select(q, keys, torch.zeros(()), position, how)  # [H, R, NP]
     shape = SelectionShape.from_tokens(page, 40, sinks, window)
     lo, hi = shape.candidate_bounds(position[:, None])
-    landmarks = make(keys.unflatten(1, (-1, page)).transpose(0, 1))  # of [NP, H] units
+    landmarks = keys.unflatten(1, (-1, page)).mean(2).transpose(0, 1)  # [NP, H, D]
     table = torch.arange(total // page, dtype=torch.int32).expand(rows, -1)
     queries = q.permute(2, 0, 1, 3)[:, None]  # a row of the study is a request
     scores = reference.score(queries, landmarks, table, lo, hi, 1.0)
