@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--normalise", nargs="+", default=["candidates"], choices=["candidates", "all"])
     parser.add_argument("--length", type=int, default=6144, help="tokens of a context")
     parser.add_argument("--tail", type=int, default=256, help="tokens at its end that are predicted")
+    parser.add_argument("--rows", type=int, help="predict only so many of them, the first")
     parser.add_argument("--each", type=int, default=3, help="contexts of every kind of text")
     parser.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS, help="of text")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -73,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
             continue
         file = args.keep / f"{number}-{kind}-{args.length}.pt" if args.keep else None
         context = Prefilled.read(checkpoint, ids, args.tail, args.device, file)
+        if args.rows is not None:
+            context = context.first(args.rows)
         for name, how in settings.items():
             run = SparseRows(checkpoint, context, how)
             measured[name].add(kind, run.predictions(), context.logits, run)

@@ -84,6 +84,22 @@ def parts(many: int, bits: int | None = None) -> Score:
     return score
 
 
+def quarters(q, keys):
+    """A candidate for the product: a weighted mean of each quarter's keys, 4 bits a value and a bfloat16 scale (D + 4).
+
+    A key weighs the eighth power of 1 + r/10, about exp(0.7 r), where r is its squared distance as in `weighted_mean`:
+    no exponential, so that every engine can compute the same bits.
+    """
+    parts = keys.unflatten(2, (4, -1))  # [H, NP, 4, P/4, D]
+    slow = torch.arange(keys.shape[-1], device=keys.device) % (keys.shape[-1] // 2) >= keys.shape[-1] // 4
+    distance = torch.where(slow, (parts - parts.mean(-2, keepdim=True)).square(), 0.0).sum(-1)
+    average = distance.mean(-1, keepdim=True).clamp(min=1e-30)
+    weights = (1 + distance / average / 10) ** 8
+    vectors = (weights[..., None] * parts).sum(-2) / weights.sum(-1, keepdim=True)
+    scale = (vectors.abs().amax(-1, keepdim=True) / 7).bfloat16().float().clamp(min=1e-30)
+    return dots(q, (vectors / scale).round().clamp(-7, 7) * scale).logsumexp(-1)
+
+
 SCORES: dict[str, Score] = {
     "exact": exact,
     "mean": mean,
@@ -94,6 +110,7 @@ SCORES: dict[str, Score] = {
     "two-8bit": parts(2, 8),
     "four": parts(4),
     "four-4bit": parts(4, 4),
+    "quarters": quarters,
     "eight": parts(8),
     "eight-4bit": parts(8, 4),
 }

@@ -53,6 +53,12 @@ class Prefilled:
             torch.save(vars(found), file)
         return found
 
+    def first(self, rows: int) -> Prefilled:
+        """The same context with only the first rows of its tail."""
+        rows = min(rows, self.tail)
+        ids = self.ids[: len(self.ids) - self.tail + rows]
+        return Prefilled(ids, rows, self.keys, self.values, self.logits[:rows])
+
 
 @dataclass(frozen=True)
 class Selecting:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.fidelity import Measured
-from benchmark.quality.scores import SCORES, exact, gauss, mean, outliers, parts
+from benchmark.quality.scores import SCORES, exact, gauss, mean, outliers, parts, quarters
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, select
 
 TOKENS, TAIL = 152, 24
@@ -47,6 +47,24 @@ def test_everything_selected_is_dense(checkpoint, context):
     rows = SparseRows(checkpoint, context, Selecting(mean, budget=TOKENS + 16))
     torch.testing.assert_close(rows.predictions(), context.logits, rtol=1e-4, atol=1e-4)
     assert min(rows.attended) == pytest.approx(1) and max(rows.lost) < 1e-8
+
+
+def test_the_first_rows_alone_are_what_they_were(checkpoint, context):
+    how = Selecting(mean, budget=32, page=8, sinks=8, window=10)
+    few = context.first(7)
+    assert few.tail == 7 and len(few.ids) == TOKENS - TAIL + 7 and torch.equal(few.logits, context.logits[:7])
+    whole = SparseRows(checkpoint, context, how).predictions()
+    torch.testing.assert_close(SparseRows(checkpoint, few, how).predictions(), whole[:7], rtol=1e-4, atol=1e-4)
+
+
+def test_quarters_of_equal_keys_are_exact():
+    """On the grid of fifteen steps nothing is rounded; a plain mean of the same pages is worse where they differ."""
+    rand = torch.Generator().manual_seed(3)
+    steps = torch.randint(-7, 8, (2, 9, 4, 1, 8), generator=rand).float()
+    steps[..., 0] = 7
+    keys, q = steps.expand(-1, -1, -1, 4, -1).flatten(2, 3), torch.randn(2, 2, 5, 8, generator=rand)
+    torch.testing.assert_close(quarters(q, keys) + math.log(4), exact(q, keys))
+    assert (mean(q, keys) + math.log(16) - exact(q, keys)).abs().max() > 1
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
