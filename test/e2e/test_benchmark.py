@@ -61,7 +61,8 @@ def test_agents_arrive_at_random(sparse, demo_model, tmp_path, capsys):
     agents = ["--turns", "2", "--shared", "96", "--first", "128", "--later", "32", "--answer", "8"]
     assert load.main([*arguments, *agents]) == 0
     assert load.main([*arguments, "--workload", "random", "--first", "64", "--answer", "8"]) == 0
-    assert load.main([*arguments, "--workload", "shared", "--groups", "1", "--shared", "64", "--answer", "8"]) == 0
+    shared = ["--workload", "shared", "--groups", "1", "--shared", "64", "--first", "64", "--answer", "8"]
+    assert load.main([*arguments, *shared]) == 0
     agents, random, shared = json.loads(output.read_text())["cells"]
     assert agents["requests"] == 4 and random["requests"] == shared["requests"] == 2
     first, second = agents["turns"]
