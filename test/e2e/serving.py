@@ -113,20 +113,24 @@ class Answer:
         )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """One running server. Every request is greedy unless told otherwise."""
 
-    def __init__(self, name: str, kind: Kind, demo_model: str, folder: Path):
+    def __init__(self, name: str, kind: Kind, demo_model: str, folder: Path, port: int = 0):
         self.name, self.kind = name, kind
         self.log_path = folder / f"{name}.log"
         model = tiny_models.make(kind.model, folder, demo_model) if kind.model else demo_model
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self._log = self.log_path.open("w")
-        self._process = subprocess.Popen(
-            kind.command(model, port),
+        self.process = subprocess.Popen(
+            kind.command(model, self.port),
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, **kind.environment},
@@ -160,14 +164,14 @@ class Server:
         return "\n".join(line[:400] for line in self.log().splitlines()[-lines:])
 
     def check_alive(self) -> None:
-        if self._process.poll() is not None:
-            raise RuntimeError(f"{self.name} ended with status {self._process.returncode}:\n{self.log_tail()}")
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended with status {self.process.returncode}:\n{self.log_tail()}")
 
     def stop(self) -> None:
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             # SGLang's children are in the same group; none of them may outlive the test.
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         self._log.close()
 
     # ------------------------------------------------------------------ requests

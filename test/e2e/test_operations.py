@@ -1,0 +1,103 @@
+"""What an operator does while requests run: flush, pause, memory. It works, or a sentence refuses it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import requests
+from serving import Answer, Server
+from texts import question
+
+PROMPT = question("licence", 1500, 4000)
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def alone(fleet) -> Answer:
+    server = fleet.server("sparse")
+    server.policy()
+    return server.ask(PROMPT, TOKENS, ignore_eos=True)
+
+
+@contextmanager
+def running(server: Server) -> Iterator[list[dict]]:
+    """A request that decodes within, and has ended afterwards; the list grows with its replies."""
+    replies: list[dict] = []
+    stream = server.stream(PROMPT, TOKENS, f"run-{time.monotonic()}", ignore_eos=True)
+    replies.append(next(stream))
+    thread = threading.Thread(target=lambda: replies.extend(stream), daemon=True)
+    thread.start()
+    try:
+        yield replies
+    finally:
+        thread.join(300)
+        assert not thread.is_alive(), "the request that was running hangs"
+
+
+@contextmanager
+def paused(server: Server, mode: str) -> Iterator[None]:
+    """Nothing is decoded within."""
+    assert call(server, "/pause_generation", mode=mode).ok
+    try:
+        yield
+    finally:
+        assert call(server, "/continue_generation").ok
+
+
+def ids(replies: list[dict]) -> list[int]:
+    return replies[-1]["output_ids"]
+
+
+def call(server: Server, path: str, **body) -> requests.Response:
+    return requests.post(server.url + path, json=body, timeout=300)
+
+
+def test_flushing_waits_for_nobody_and_takes_nothing_away(sparse: Server, alone: Answer):
+    with running(sparse) as replies:
+        refused = call(sparse, "/flush_cache")
+        assert len(replies) < TOKENS, "the request had ended before"
+    assert refused.status_code == 400 and refused.text.strip()
+    assert ids(replies) == alone.ids
+    sparse.flush()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_changes_no_text(sparse: Server, alone: Answer, mode: str):
+    others: list[dict] = []
+    asked = sparse.stream(PROMPT, 8, f"late-{mode}", ignore_eos=True)
+    late = threading.Thread(target=lambda: others.extend(asked), daemon=True)
+    with running(sparse) as replies, paused(sparse, mode):
+        before, seen = sparse.totals()["steps"], len(replies)
+        late.start()
+        time.sleep(1.5)
+        steps, late_ones = sparse.totals()["steps"] - before, len(others)
+    late.join(120)
+    assert seen < TOKENS and (steps, late_ones) == (0, 0), "a step was made in the pause"
+    assert ids(replies) == alone.ids and ids(others) == alone.ids[:8]
+
+
+def test_a_pause_that_aborts(sparse: Server, alone: Answer):
+    with running(sparse) as replies:
+        assert call(sparse, "/pause_generation", mode="abort").ok
+    assert replies[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert call(sparse, "/continue_generation").ok
+    assert sparse.ask(PROMPT, TOKENS, ignore_eos=True).ids == alone.ids
+
+
+@pytest.mark.parametrize("what", ["release", "resume"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_memory_is_not_released(sparse: Server, alone: Answer, what: str, busy: bool):
+    if busy:
+        with running(sparse) as replies:
+            refused = call(sparse, f"/{what}_memory_occupation")
+        assert ids(replies) == alone.ids
+    else:
+        refused = call(sparse, f"/{what}_memory_occupation")
+    assert refused.status_code == 400
+    text = refused.json()["error"]["message"]
+    assert text.startswith("sglang-dualdecoder: ") and text.endswith(".") and "\n" not in text
+    assert sparse.ask(PROMPT, TOKENS, ignore_eos=True).ids == alone.ids

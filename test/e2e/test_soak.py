@@ -1,0 +1,51 @@
+"""Half a minute of mixed traffic, as `benchmark/soak` makes it for an hour."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from serving import Server
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmark.soak import run, watch
+
+
+def soak(server: Server, seconds: int, output: Path, *more: str) -> dict:
+    words = ["--url", server.url, "--seconds", str(seconds), "--log", str(server.log_path), "--output", str(output)]
+    status = run.main([*words, "--clients", "6", "--longest", "700", "--period", "2", *more])
+    found = json.loads(output.read_text())
+    assert status == 0, found["complaints"]
+    return found
+
+
+def test_half_a_minute_of_agents(sparse: Server, tmp_path: Path):
+    """Too short to see a slow leak: memory may still grow by a tenth."""
+    sparse.policy(budget=256)
+    found = soak(sparse, 30, tmp_path / "soak.json", "--growth", "0.1", "--drop", "0.3")
+    assert found["requests"] >= 6 and found["tokens"] > 50
+
+
+def sample(second: int, rss: float = 1000, hit: float = 0.9, steps: int = 1) -> dict:
+    processes = {"1": rss}
+    counts = {"selected": 100 * second, "hit": round(100 * hit * second), "steps": steps * second}
+    return {"seconds": second, "rss_mib": rss, "gpu_mib": 0, "processes_mib": processes, **counts}
+
+
+@pytest.mark.parametrize(
+    ("samples", "complaint"),
+    [
+        ([sample(i) for i in range(30)], None),
+        ([sample(i, rss=1000 + (i < 10) * i) for i in range(30)], None),
+        ([sample(i, rss=1000 + 5 * i) for i in range(30)], "rss_mib grew"),
+        ([sample(i, hit=0.9 - 0.02 * i) for i in range(30)], "hit rate fell"),
+        ([sample(i, steps=0) for i in range(30)], "no step"),
+        ([sample(i) for i in range(5)], "too few"),
+    ],
+)
+def test_what_is_not_flat_is_noticed(samples, complaint):
+    found = watch.verdict(samples, growth=0.02, drop=0.1)["complaints"]
+    assert (not found) if complaint is None else complaint in found[0]
