@@ -10,9 +10,7 @@ units from host memory by the GPU, against a copy that the processor puts togeth
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.serving.record import machine, sources, versions
+from benchmark.serving.record import facts
 
 UNITS = 8192  # of 8 KB: 64 MB
 
@@ -123,10 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
     kernels.DTYPE = torch.float16  # what servers are measured in, so that FlashInfer has compiled it
     torch.manual_seed(0)
-    command = shlex.join(["python", "-m", "benchmark.ablations", *(sys.argv[1:] if argv is None else argv)])
-    facts = {"command": command, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-    facts |= {"seed": 0, "backend": "CUDA engine"}
-    facts |= {"machine": machine(), "versions": versions(), "sources": sources()}
+    about = facts("benchmark.ablations", argv) | {"seed": 0, "backend": "CUDA engine"}
     failed = 0
     for name in options.only:
         try:
@@ -135,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             failed = 1
             print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if options.json:
-            options.json.write_text(json.dumps(facts | {"rows": kernels.RESULTS}, indent=1) + "\n")
+            options.json.write_text(json.dumps(about | {"rows": kernels.RESULTS}, indent=1) + "\n")
     return failed
 
 

@@ -10,9 +10,7 @@ between the first and the last, so prefill does not count. The servers run greed
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -109,11 +107,7 @@ def main() -> int:
         del result["output_ids"]
     report = {
         "benchmark": "cpu_decode",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmark.cpu_decode", *sys.argv[1:]]),
-        "sources": record.sources(),
-        "machine": record.machine(),
-        "versions": record.versions(),
+        **record.facts("benchmark.cpu_decode"),
         "model": Path(options.model).name,
         "context": options.context,
         "tokens": options.tokens,

@@ -10,9 +10,7 @@ layers take turns in three buffers. Nothing here needs a GPU. Weights and activa
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import sys
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from sglang.srt.sparse_kv.config import SparseKVConfig  # noqa: E402
 from sglang.srt.sparse_kv.model_shape import ModelShape  # noqa: E402
 
 from benchmark import chart  # noqa: E402
-from benchmark.serving.record import machine, sources, versions  # noqa: E402
+from benchmark.serving.record import facts  # noqa: E402
 
 PAGE = 16
 GB = 10**9
@@ -134,11 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(table(found))
     if options.json:
-        command = shlex.join(["python", "-m", "benchmark.memory", *(sys.argv[1:] if argv is None else argv)])
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        facts = {"command": command, "date": date, "backend": "arithmetic: the planner, and formulas", "seed": None}
-        facts |= {"machine": machine(), "versions": versions(), "sources": sources()}
-        options.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
+        about = facts("benchmark.memory", argv) | {"backend": "arithmetic: the planner, and formulas", "seed": None}
+        options.json.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
     if options.svg:
         options.svg.write_text(picture(found, Path(options.model).stem))
     return 0

@@ -9,17 +9,15 @@ What a folder holds already is not run again, so a long study may be done in par
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import sys
 from pathlib import Path
 
 from benchmark.corpus import load_tokenizer
 from benchmark.predictability import prompts, record, report
 from benchmark.predictability.recording import Run, Trace, load
-from benchmark.serving import record as facts
 from benchmark.serving import server
+from benchmark.serving.record import facts
 
 
 def say(line: str) -> None:
@@ -57,14 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         _record(options)
     recording = load(options.output)
     found = report.analyse(recording, options.link * 1e9)
-    words = list(sys.argv[1:] if argv is None else argv)
     result = {
         "benchmark": "predictability",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmark.predictability", *words]),
-        "sources": facts.sources(),
-        "machine": facts.machine(),
-        "versions": facts.versions(),
+        **facts("benchmark.predictability", argv),
         "page_size": recording.page_size,
         "unit_bytes": recording.unit_bytes,
         "temperatures": found,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from benchmark.models.llama_ref import Held
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import RECENT, Prefilled, SparseRows, selecting
 from benchmark.quality.texts import KINDS, contexts
-from benchmark.serving.record import machine, sources, versions
+from benchmark.serving.record import facts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder for prefilled contexts, for later runs (0.3 GB each)")
     parser.add_argument("--json", type=Path, help="write all figures there too")
     args = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmark.quality.fidelity", *(argv or sys.argv[1:])])
     start = time.monotonic()
     try:
         checkpoint, tokenizer = Held(args.model, args.device), load_tokenizer(args.model)
@@ -64,8 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         for normalise in args.normalise
         for name in args.score
     }
-    facts = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": 0, "device": args.device}
-    facts |= {"backend": "torch rows in float32", "machine": machine(), "versions": versions(), "sources": sources()}
+    about = facts("benchmark.quality.fidelity", argv) | {"seed": 0, "device": args.device}
+    about |= {"backend": "torch rows in float32"}
     measured = {name: Measured() for name in settings}
     texts = contexts(tokenizer, args.length, args.tail, args.each)
     rows: list[dict] = []
@@ -84,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         baseline = next(iter(measured.values()))
         rows = [{"setting": name, **found.summary(baseline)} for name, found in measured.items()]
         if args.json:  # after every context, so that a run that is cut short leaves what it has
-            args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+            args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
     print(table(rows))
     return 0
 

@@ -9,9 +9,7 @@ task; the same command again measures what is missing. Only tasks where the dens
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -26,7 +24,7 @@ from benchmark.quality.recall import render
 from benchmark.quality.scores import SCORES
 from benchmark.quality.sparse_rows import RECENT, Selecting, selecting
 from benchmark.quality.tasks import TASKS, prompts
-from benchmark.serving.record import machine, sources, versions
+from benchmark.serving.record import facts
 
 COUNTS = 0.6  # of the dense model's score, from which on a task counts
 DENSE = "dense"
@@ -162,12 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {options.json} holds {data['runs'][-1]['asked']}; name another file.", file=sys.stderr)
         return 1
     backend = f"torch rows in float32 on {options.device}"
-    command = shlex.join(["python", "-m", "benchmark.quality.grid", *(argv or sys.argv[1:])])
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    data["runs"].append(
-        {"command": command, "date": date, "asked": asked, "backend": backend, "model": str(options.model.name)}
-        | {"machine": machine(), "versions": versions(), "sources": sources()}
-    )
+    about = facts("benchmark.quality.grid", argv)
+    data["runs"].append(about | {"asked": asked, "backend": backend, "model": str(options.model.name)})
     todo = [(length, task) for length in options.length for task in options.task]
     have = {(cell["length"], cell["task"]) for cell in data["cells"]}
     for number, (length, task) in enumerate(todo):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import requests
 from transformers import AutoTokenizer
 
 from benchmark.quality.tasks import TASKS, Prompt, prompts
-from benchmark.serving.record import machine, sources, versions
+from benchmark.serving.record import facts
 
 TIMEOUT = 1800  # seconds for one answer: a long prompt may wait behind others
 
@@ -65,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write scores and answers there too")
     args = parser.parse_args(argv)
-    command = shlex.join(["python", "-m", "benchmark.quality.recall", *(argv or sys.argv[1:])])
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     def count(text: str) -> int:
@@ -95,9 +92,8 @@ def main(argv: list[str] | None = None) -> int:
                 ]
                 rows.append({"task": task, "length": length, "budget": budget, "score": score, "asked": asked})
     if args.json:
-        record = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "backend": args.url}
-        record |= {"machine": machine(), "versions": versions(), "sources": sources(), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1))
+        about = facts("benchmark.quality.recall", argv) | {"seed": args.seed, "backend": args.url}
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
     return 0
 
 

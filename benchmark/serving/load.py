@@ -11,7 +11,6 @@ done; the same command again measures what is missing. README.md explains the fi
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import shlex
@@ -24,7 +23,7 @@ from typing import Any
 from benchmark import chart
 from benchmark.corpus import Corpus, load_tokenizer
 from benchmark.serving import options, server
-from benchmark.serving.record import difference, machine, sources, versions
+from benchmark.serving.record import difference, facts
 from benchmark.serving.workloads import NAMES, Workload
 
 _START = time.monotonic()
@@ -189,17 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen, load = parse(argv)
     chosen.logs.mkdir(parents=True, exist_ok=True)
     data = json.loads(chosen.output.read_text()) if chosen.output.is_file() else {"runs": [], "cells": []}
-    command = shlex.join(["python", "-m", "benchmark.serving.load", *(sys.argv[1:] if argv is None else argv)])
     corpus = Corpus(chosen.text, chosen.seed)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    run: dict[str, Any] = {
-        "command": command,
-        "date": date,
-        "seed": chosen.seed,
-        "corpus": corpus.digest,
-        "servers": [],
-    }
-    run |= {"machine": machine(), "versions": versions(), "sources": sources()}
+    run = facts("benchmark.serving.load", argv) | {"seed": chosen.seed, "corpus": corpus.digest, "servers": []}
     data["runs"].append(run)
 
     def save() -> None:

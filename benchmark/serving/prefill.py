@@ -16,9 +16,7 @@ sent while nothing else runs:
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -143,11 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts = {length: corpus.prompts(tokenizer, max(GROUP, REPEATS + 1), length) for length in chosen.lengths}
     report: dict[str, Any] = {
         "benchmark": "prefill",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmark.serving.prefill", *(argv or sys.argv[1:])]),
-        "sources": record.sources(),
-        "machine": record.machine(),
-        "versions": record.versions(),
+        **record.facts("benchmark.serving.prefill", argv),
         "corpus": corpus.digest,
         "variants": {},
     }

@@ -61,6 +61,21 @@ def sources() -> dict[str, str]:
     return {"commit": commit or "unknown", "digest": digest.hexdigest()[:16]}
 
 
+def facts(module: str, words: list[str] | None = None) -> dict[str, Any]:
+    """What every result file says of the run: when, what was typed, on which machine, with which code.
+
+    module: as ``python -m`` takes it; words: what follows, of this process where it is None.
+    """
+    words = sys.argv[1:] if words is None else words
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", module, *words]),
+        "machine": machine(),
+        "versions": versions(),
+        "sources": sources(),
+    }
+
+
 class Record:
     """Results on disk; every change is saved at once, so that a command may be cut off anywhere.
 
@@ -86,16 +101,7 @@ class Record:
     def begin(self, options: dict[str, Any], corpus: str) -> None:
         """Note one command; cells added from here on refer to it."""
         self.data["runs"].append(
-            {
-                "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "command": shlex.join(["python", "-m", "benchmark.serving.run", *sys.argv[1:]]),
-                "options": options,
-                "machine": machine(),
-                "versions": versions(),
-                "sources": sources(),
-                "corpus": corpus,
-                "servers": [],
-            }
+            {**facts("benchmark.serving.run"), "options": options, "corpus": corpus, "servers": []}
         )
         self.save()
 
