@@ -115,6 +115,14 @@ class ReorderedTransfer(DelayedTransfer):
             self.pending.pop(self.random.randrange(len(self.pending)))[1]()
 
 
+def insist(once: Callable[[], bool], attempts: int) -> None:
+    """Calls `once` until it says that all is copied. Raises TransferError after so many attempts."""
+    for _ in range(attempts):
+        if once():
+            return
+    raise TransferError(f"a copy from host memory failed {attempts} times in a row")
+
+
 class FailingTransfer(Transfer):
     """Copies fail at random from a seed and are tried again; TransferError after `attempts` failures of one copy."""
 
@@ -123,12 +131,14 @@ class FailingTransfer(Transfer):
         self.failures = 0
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
-        for _ in range(self.attempts):
-            if self.random.random() >= self.rate:
-                copy()
-                return
+        insist(lambda: self._once(copy), self.attempts)
+
+    def _once(self, copy: Copy) -> bool:
+        if self.random.random() < self.rate:
             self.failures += 1
-        raise TransferError(f"a copy from host memory failed {self.attempts} times in a row")
+            return False
+        copy()
+        return True
 
     def join(self, lane: Hashable) -> None:
         pass
@@ -149,22 +159,19 @@ class FaultyTransfer(ReorderedTransfer):
         self.failures = self.short = 0
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
-        super().submit(lane, partial(self._try, copy))
+        super().submit(lane, lambda: insist(lambda: self._once(copy), self.attempts))
 
-    def _try(self, copy: Copy) -> None:
-        for _ in range(self.attempts):
-            if self.random.random() >= self.rate:
-                copy()
-                return
-            part = a_part(copy, self.random.random())
-            if part is None or self.random.random() < 0.5:
-                self.failures += 1
-                continue
-            part()
-            self.short += 1
-            if not self.notices:
-                return
-        raise TransferError(f"a copy from host memory failed {self.attempts} times in a row")
+    def _once(self, copy: Copy) -> bool:
+        if self.random.random() >= self.rate:
+            copy()
+            return True
+        part = a_part(copy, self.random.random())
+        if part is None or self.random.random() < 0.5:
+            self.failures += 1
+            return False
+        part()
+        self.short += 1
+        return not self.notices
 
 
 def a_part(copy: Copy, share: float) -> Copy | None:
