@@ -180,7 +180,7 @@ class MemoryWatch:
     def sample(self) -> tuple[list[int], str]:
         """Bytes now on each GPU that they use, in the GPUs' order, and where the figure is from."""
         pids = _family(self.pid)
-        table = _nvidia_smi("--query-compute-apps=pid,used_memory,gpu_bus_id")
+        table = nvidia_smi("--query-compute-apps=pid,used_memory,gpu_bus_id")
         if table is None:
             total = 0
             for pid in pids:
@@ -193,7 +193,7 @@ class MemoryWatch:
                 ours[gpu] = ours.get(gpu, 0) + (int(used) << 20)
         if ours:
             return [ours[gpu] for gpu in sorted(ours)], "process"
-        used = _nvidia_smi("--query-gpu=memory.used") or []
+        used = nvidia_smi("--query-gpu=memory.used") or []
         return [int(row[0]) << 20 for row in used if row[0].isdigit()], "device"
 
     def stop(self) -> None:
@@ -207,7 +207,7 @@ def _family(pid: int) -> set[int]:
     return {pid}
 
 
-def _nvidia_smi(query: str) -> list[list[str]] | None:
+def nvidia_smi(query: str) -> list[list[str]] | None:
     """Rows of an nvidia-smi query as stripped fields; None where there is no GPU."""
     try:
         result = subprocess.run(
@@ -227,7 +227,7 @@ def wait_for_gpus(say: Callable[[str], None], seconds: float = LEAVING_SECONDS) 
     """
     give_up = time.monotonic() + seconds
     while True:
-        used = [int(row[0]) << 20 for row in _nvidia_smi("--query-gpu=memory.used") or [] if row[0].isdigit()]
+        used = [int(row[0]) << 20 for row in nvidia_smi("--query-gpu=memory.used") or [] if row[0].isdigit()]
         if max(used, default=0) <= UNUSED_BYTES:
             return
         if time.monotonic() > give_up:
@@ -238,13 +238,13 @@ def wait_for_gpus(say: Callable[[str], None], seconds: float = LEAVING_SECONDS) 
 
 def gpu_total_bytes() -> int | None:
     """Memory of the first GPU, None without one."""
-    table = _nvidia_smi("--query-gpu=memory.total")
+    table = nvidia_smi("--query-gpu=memory.total")
     return int(table[0][0]) << 20 if table else None
 
 
 def gpu_names() -> list[str]:
     """Names and drivers of the GPUs, empty without any."""
-    return [", ".join(row) for row in _nvidia_smi("--query-gpu=name,driver_version") or []]
+    return [", ".join(row) for row in nvidia_smi("--query-gpu=name,driver_version") or []]
 
 
 # ------------------------------------------------------------------ what a server says and does

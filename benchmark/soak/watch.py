@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 
-from benchmark.serving.server import _nvidia_smi
+from benchmark.serving.server import nvidia_smi
 
 MIB = 1 << 20
 
@@ -48,7 +48,7 @@ class Watch:
         sizes = {}
         for process in (server, *server.children(recursive=True)):
             sizes[f"{process.pid}"] = process.memory_info().rss / MIB
-        gpu = _nvidia_smi("--query-gpu=memory.used") or []
+        gpu = nvidia_smi("--query-gpu=memory.used") or []
         found = requests.get(f"{self.url}/server_info", timeout=120).json()["internal_states"][0]["sparse_kv"]
         total = found["total"]
         return {

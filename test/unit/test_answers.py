@@ -6,8 +6,8 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+import tiny_llama
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark import chart
 from benchmark.models.llama_ref import Checkpoint, Llama
@@ -21,25 +21,13 @@ LENGTHS, TOKENS = (152, 121, 160), 24
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Checkpoint:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        initializer_range=0.4,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return Checkpoint(folder)
+    return tiny_llama.checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     draw = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 97, (length,), generator=draw).tolist() for length in LENGTHS]
+    return [torch.randint(0, tiny_llama.VOCAB, (length,), generator=draw).tolist() for length in LENGTHS]
 
 
 def test_every_row_says_what_it_says_alone(checkpoint, prompts):

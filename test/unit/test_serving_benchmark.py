@@ -292,14 +292,14 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
 
 def test_a_gpu_that_an_ended_process_still_holds_is_waited_for(monkeypatch):
     answers, said = iter(["6000", "6000", "100"]), []
-    monkeypatch.setattr(server, "_nvidia_smi", lambda query: [["5"], [next(answers)]])
+    monkeypatch.setattr(server, "nvidia_smi", lambda query: [["5"], [next(answers)]])
     monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
     server.wait_for_gpus(said.append)
     assert not said and next(answers, None) is None
-    monkeypatch.setattr(server, "_nvidia_smi", lambda query: [["6000"]])
+    monkeypatch.setattr(server, "nvidia_smi", lambda query: [["6000"]])
     server.wait_for_gpus(said.append, seconds=0)
     assert said == ["6.3 GB of a GPU are in use by others"]
-    monkeypatch.setattr(server, "_nvidia_smi", lambda query: None)
+    monkeypatch.setattr(server, "nvidia_smi", lambda query: None)
     server.wait_for_gpus(said.append, seconds=0)
     assert len(said) == 1
 
@@ -307,7 +307,7 @@ def test_a_gpu_that_an_ended_process_still_holds_is_waited_for(monkeypatch):
 def test_memory_is_watched_on_each_gpu(monkeypatch):
     rows = [["7", "100", "b"], ["8", "200", "a"], ["8", "1", "b"], ["99", "5000", "a"]]
     monkeypatch.setattr(server, "_family", lambda pid: {7, 8})
-    monkeypatch.setattr(server, "_nvidia_smi", lambda query: rows)
+    monkeypatch.setattr(server, "nvidia_smi", lambda query: rows)
     watch = server.MemoryWatch(7, seconds=0.01)
     while not watch.peaks:
         time.sleep(0.01)

@@ -7,10 +7,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import tiny_llama
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.fidelity import Measured
@@ -22,24 +22,12 @@ TOKENS, TAIL = 152, 24
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Checkpoint:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        initializer_range=0.4,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return Checkpoint(folder)
+    return tiny_llama.checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def context(checkpoint) -> Prefilled:
-    ids = torch.randint(0, 97, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, tiny_llama.VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(1))
     return Prefilled.read(checkpoint, ids.tolist(), TAIL, "cpu")
 
 
