@@ -10,8 +10,10 @@ TESTS ?=
 # Added to the kernels' build, e.g. KERNELS='--arch 90 --verbose'.
 KERNELS ?=
 # Tests run side by side, files of them: a process takes 1 GB, with a server 5 GB; a server has the threads that are left.
-JOBS ?= $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 6e6); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
-THREADS ?= $(shell expr $$(nproc) / $(JOBS))
+ifndef JOBS
+JOBS := $(shell awk -v n=$$(nproc) '/MemAvailable/ {m = int($$2 / 6e6); print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
+endif
+THREADS ?= $(shell each=$$(expr $$(nproc) / $(JOBS)); [ $$each -gt 0 ] && echo $$each || echo 1)
 PYTEST = -m pytest --timeout 900 --durations 10 --disable-warnings $(TESTS)
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 UNIT = OMP_NUM_THREADS=1 $(PY) $(PYTEST) $(SIDE_BY_SIDE) test/unit test/kernels

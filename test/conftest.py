@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before anything imports transformers or a CUDA library: tests never reach for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,9 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Machines that run the tests differ in speed by an order of magnitude, so no example has a deadline.
-# A failure prints the code that reproduces it.
-settings.register_profile("repository", deadline=None, print_blob=True)
+# Machines that run the tests differ in speed by an order of magnitude, so no example has a deadline,
+# nor the making of one. A failure prints the code that reproduces it.
+settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("repository")
 
 
