@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import torch
 from sglang.srt.sparse_kv import transfer as transfer_module
-from sglang.srt.sparse_kv.geometry import SelectionShape
-from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, launching
+from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, SelectionShape
+from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, landmarks, launching
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, Fetch, LayerView, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -71,6 +71,10 @@ def timed(body: Callable[[], None], repeats: int = 30, per: int = 1) -> float:
     return statistics.median(times)
 
 
+def random_landmarks(pages: int) -> landmarks.Landmarks:
+    return landmarks.make(torch.randn((pages, HEADS, LANDMARK_PARTS, DIM), device=DEVICE))
+
+
 def layer(slots: int, pages: int, host: torch.Tensor, landmark_pages: int = 1) -> LayerView:
     """An empty layer over shared host memory."""
     return LayerView(
@@ -80,7 +84,7 @@ def layer(slots: int, pages: int, host: torch.Tensor, landmark_pages: int = 1) -
         stamp=torch.full((HEADS, slots), NEVER, dtype=torch.int32, device=DEVICE),
         ahead=torch.zeros((HEADS, slots), dtype=torch.bool, device=DEVICE),
         host=host[:pages],
-        landmarks=torch.randn((landmark_pages, HEADS, DIM), device=DEVICE).to(DTYPE),
+        landmarks=random_landmarks(landmark_pages),
         counters=torch.zeros(len(COUNTERS), dtype=torch.int64, device=DEVICE),
         stalled=torch.zeros((), dtype=torch.int64, device=DEVICE),
     )
@@ -116,22 +120,22 @@ def label(n: int, length: int) -> str:
 def bench_score() -> None:
     for n, length in SIZES:
         batch = Batch(n, length)
-        layers = max(4, min(32, 400_000_000 // (batch.pages * HEADS * DIM * 2)))
-        landmarks = [torch.randn((batch.pages, HEADS, DIM), device=DEVICE).to(DTYPE) for _ in range(layers)]
-        floor = batch.pages * HEADS * DIM * 2 / HBM * 1e6
+        size = batch.pages * HEADS * LANDMARK_PARTS * (DIM // 2 + 2)
+        summaries = [random_landmarks(batch.pages) for _ in range(max(4, min(32, 400_000_000 // size)))]
+        floor = size / HBM * 1e6
 
-        def scores(landmarks=landmarks, batch=batch):
-            for marks in landmarks:
+        def scores(summaries=summaries, batch=batch):
+            for marks in summaries:
                 cuda.score(batch.q, marks, batch.table, batch.lo, batch.hi, SCALE)
 
-        def both(landmarks=landmarks, batch=batch):
-            for marks in landmarks:
+        def both(summaries=summaries, batch=batch):
+            for marks in summaries:
                 found = cuda.score(batch.q, marks, batch.table, batch.lo, batch.hi, SCALE)
                 cuda.select(found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages)
 
-        alone = timed(scores, per=layers)
-        record(f"score {label(n, length)}", alone, floor, f"{batch.pages * HEADS * DIM * 2 / alone / 1e6:.2f} TB/s")
-        together = timed(both, per=layers)
+        alone = timed(scores, per=len(summaries))
+        record(f"score {label(n, length)}", alone, floor, f"{size / alone / 1e6:.2f} TB/s")
+        together = timed(both, per=len(summaries))
         record(f"score + select {label(n, length)}", together, floor, f"select {together - alone:.1f}")
 
 

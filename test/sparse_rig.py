@@ -11,6 +11,7 @@ from sglang.srt.sparse_kv import planner
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.decode import decode_layer
 from sglang.srt.sparse_kv.geometry import Geometry
+from sglang.srt.sparse_kv.ops import landmarks
 from sglang.srt.sparse_kv.prefill import Prefill
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -38,9 +39,7 @@ class Rig:
             **config,
         }
         self.config = SparseKVConfig.from_dict(config)
-        geometry = Geometry(
-            layers, kv_heads, group, dim, page, 0, -(-context // page) + 1, 0, torch.float32, torch.float32
-        )
+        geometry = Geometry(layers, kv_heads, group, dim, page, 0, -(-context // page) + 1, 0, torch.float32)
         host_bytes = (pages + 1) * geometry.page_bytes
         cache = self.config.cache_memory if isinstance(self.config.cache_memory, int) else 1 << 30
         self.plan = planner.plan(self.config, geometry, cache, host_bytes, requests)
@@ -160,8 +159,7 @@ class Rig:
         for h in range(g.kv_heads):
             chosen = []
             if candidates:
-                means = torch.stack([keys[c * p : (c + 1) * p, h].mean(0) for c in candidates])
-                logits = queries[0, h] @ means.T * SCALE
+                logits = page_logits(queries[0, h], [keys[c * p : (c + 1) * p, h] for c in candidates])
                 best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0)
                 order = sorted(range(len(candidates)), key=lambda i: (-best[i].item(), i))
                 chosen = [candidates[i] for i in order[: shape.budget_pages]]
@@ -183,14 +181,19 @@ class Rig:
         candidates = list(range(shape.sink_pages, first))
         chosen = []
         if candidates:
-            means = torch.stack([keys[c * p : (c + 1) * p].mean(0) for c in candidates])
-            logits = queries @ means.T * SCALE
+            logits = page_logits(queries, [keys[c * p : (c + 1) * p] for c in candidates])
             best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0).tolist()
             order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
             chosen = [candidates[i] for i in order[: shape.budget_pages]]
         sinks = range(min(shape.sink_pages, first))
         pages = sorted({*sinks, *chosen, *range(first, length // p + 1)})
         return torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
+
+
+def page_logits(queries, pages: list[torch.Tensor]) -> torch.Tensor:
+    """What pages are worth to queries [G, D], before they are normalised: [G, pages]. pages: keys [P, D] of each."""
+    vectors = landmarks.vectors(landmarks.make(torch.stack(pages)))  # [pages, PARTS, D]
+    return torch.stack([(queries @ page.T * SCALE).logsumexp(-1) for page in vectors], -1)
 
 
 def dense(q, keys, values, mask) -> torch.Tensor:

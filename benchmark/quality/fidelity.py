@@ -28,7 +28,7 @@ from benchmark.serving.record import facts
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Agreement of sparse decoding with full attention.")
     parser.add_argument("model", type=Path, help="Hugging Face directory of a Llama model")
-    parser.add_argument("--score", nargs="+", default=["mean", "exact"], choices=[*sorted(SCORES), RECENT])
+    parser.add_argument("--score", nargs="+", default=["landmark", "mean", "exact"], choices=[*sorted(SCORES), RECENT])
     parser.add_argument("--budget", nargs="+", type=int, default=[512], help="tokens")
     parser.add_argument("--page", nargs="+", type=int, default=[16], help="tokens")
     parser.add_argument("--sinks", nargs="+", type=int, default=[16], help="tokens")

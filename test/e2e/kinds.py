@@ -13,11 +13,9 @@ PAIR_TOKENS, PAIR_BUDGET = 2816, 256
 SMALL_POOL_TOKENS = 1024
 
 
-DEMO = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32)
-EIGHT = Geometry(
-    30, 8, 3, 64, PAGE, 0, 0, 0, torch.float32, torch.float32
-)  # the demo model as tiny_models.py inflates it
-TINY = Geometry(4, 2, 4, 32, PAGE, 0, 0, 0, torch.float32, torch.float32)  # of tiny_models.py
+DEMO = Geometry(30, 3, 3, 64, PAGE, 0, 0, 0, torch.float32)
+EIGHT = Geometry(30, 8, 3, 64, PAGE, 0, 0, 0, torch.float32)  # the demo model as tiny_models.py inflates it
+TINY = Geometry(4, 2, 4, 32, PAGE, 0, 0, 0, torch.float32)  # of tiny_models.py
 
 
 def smallest_cache(budget: int, requests: int, geometry: Geometry = DEMO, **config) -> int:

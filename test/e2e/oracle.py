@@ -1,8 +1,9 @@
 """What sparse decoding means, said once more on top of transformers: no pages, no cache, no host, no guide.
 
 Prefill attends to everything. A decode step attends, per layer and kv head, to the sinks, to the recent window with the
-open page, and to the budget's best of the closed pages between: those whose mean key has the largest share of a
-softmax over such means, for any query head of the group.
+open page, and to the budget's best of the closed pages between. A page's weight for a query is the sum of exponentials
+over four keys, each a mean of a quarter of its own, in which those that stand out count for more, rounded to fifteen
+steps; the best have the largest share of all such weights, for any query head of the group.
 """
 
 from __future__ import annotations
@@ -56,11 +57,30 @@ class Oracle:
         chosen = set(range(min(self.sink_pages, first_recent))) | set(range(first_recent, -(-length // page)))
         between = range(self.sink_pages, first_recent)
         if len(between):
-            means = torch.stack([keys[number * page : (number + 1) * page].mean(0) for number in between])
-            shares = torch.log_softmax(query @ means.T, dim=-1).amax(0)
+            means = torch.stack([keys[number * page : (number + 1) * page] for number in between])
+            means = self._rounded(self._weighted(means.unflatten(1, (4, page // 4))))  # [pages, 4, D]
+            weights = torch.einsum("gd,pkd->gpk", query, means).logsumexp(-1)
+            shares = torch.log_softmax(weights, dim=-1).amax(0)
             order = shares.argsort(descending=True, stable=True)[: self.budget_pages]
             chosen |= {between[int(place)] for place in order}
         attended = torch.zeros(len(keys), dtype=torch.bool)
         for number in chosen:
             attended[number * page : (number + 1) * page] = True
         return attended
+
+    @staticmethod
+    def _weighted(keys: torch.Tensor) -> torch.Tensor:
+        """[..., N, D] -> [..., D]: a key counts (1 + r/10)^8, r its squared distance from the mean over the average's,
+        in the dimensions that turn slowly.
+        """
+        dim = keys.shape[-1]
+        slow = [d for d in range(dim) if d % (dim // 2) >= dim // 4]
+        distance = (keys - keys.mean(-2, keepdim=True))[..., slow].pow(2).sum(-1)
+        counts = (1 + distance / distance.mean(-1, keepdim=True).clamp(min=1e-30) / 10) ** 8
+        return (counts[..., None] * keys).sum(-2) / counts.sum(-1, keepdim=True)
+
+    @staticmethod
+    def _rounded(vectors: torch.Tensor) -> torch.Tensor:
+        """[..., D]: each value to the next multiple of a step, the largest being seven of it; a step has eight bits."""
+        step = (vectors.abs().amax(-1, keepdim=True) / 7).bfloat16().float().clamp(min=1e-30)
+        return (vectors / step).round().clamp(-7, 7) * step

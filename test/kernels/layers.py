@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from sglang.srt.sparse_kv.ops import landmarks
+from sglang.srt.sparse_kv.ops.landmarks import Landmarks
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, LayerView
 
 
@@ -17,7 +19,6 @@ def make_layer(
     page_size: int = 16,
     dim: int = 64,
     dtype: torch.dtype = torch.bfloat16,
-    landmark_dtype: torch.dtype | None = None,
     resident: float = 0.7,
     step: int = 40,
 ) -> LayerView:
@@ -40,16 +41,19 @@ def make_layer(
         stamp[head, where] = torch.randint(0, step, (used,), generator=random, dtype=torch.int32)
         ahead[head, where] = torch.rand(used, generator=random) < 0.3
         kv[head, where] = host[which, head]
-    landmarks = host[:, :, 0].float().mean(2).to(landmark_dtype or dtype)
+    marks = Landmarks(*(t.to(device) for t in landmarks.make(host[:, :, 0])))
     on_device = (t.to(device) for t in (kv, slot_of, page_of, stamp, ahead))
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
     stalled = torch.zeros((), dtype=torch.int64, device=device)
-    return LayerView(*on_device, host, landmarks.to(device), counters, stalled)
+    return LayerView(*on_device, host, marks, counters, stalled)
 
 
 def copy_of(view: LayerView) -> LayerView:
     """The same state on the CPU, sharing nothing."""
-    return LayerView(**{f.name: getattr(view, f.name).detach().cpu().clone() for f in dataclasses.fields(view)})
+    copied = lambda t: t.detach().cpu().clone()  # noqa: E731
+    tensors = {f.name: getattr(view, f.name) for f in dataclasses.fields(view)}
+    marks = Landmarks(*map(copied, tensors.pop("landmarks")))
+    return LayerView(**{name: copied(t) for name, t in tensors.items()}, landmarks=marks)
 
 
 def same_tables(ours: LayerView, reference: LayerView, before: LayerView) -> None:

@@ -143,9 +143,10 @@ def test_a_captured_step_equals_an_eager_one(only_gpu, n, overlap, monkeypatch):
         captured.check(out)
         for name in ("pages", "num_pages", "predicted"):
             assert torch.equal(getattr(out[1], name), getattr(expected[1], name)), name
-        for name in ("stamp", "ahead", "counters", "landmarks"):
+        for name in ("stamp", "ahead", "counters"):
             assert torch.equal(getattr(captured.view, name), getattr(eager.view, name)), name
             assert torch.equal(getattr(captured.other, name), getattr(eager.other, name)), f"{name} of the other layer"
+        assert all(map(torch.equal, captured.view.landmarks, eager.view.landmarks))
 
 
 def test_nothing_waits_for_the_device(only_gpu):
@@ -168,8 +169,9 @@ def test_padded_rows_are_inert(only_gpu):
     step.run()
     torch.cuda.synchronize()
     after = copy_of(step.view)
-    for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host", "landmarks", "counters"):
+    for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host", "counters"):
         assert torch.equal(getattr(before, name), getattr(after, name)), f"padded rows changed {name}"
+    assert all(map(torch.equal, before.landmarks, after.landmarks)), "padded rows changed landmarks"
 
 
 def test_tables_under_random_sleeps(only_gpu):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sglang.srt.sparse_kv.geometry import SelectionShape
+from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops.landmarks import Landmarks, make
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 # float32 sums in another order, over up to 128 products and 6250 pages.
 SCORE_TOLERANCE = 2e-5
 
 
-def batch(seed, device, lengths, rows, heads, group, dim, dtype, landmark_dtype, page_size, budget):
+def batch(seed, device, lengths, rows, heads, group, dim, dtype, page_size, budget):
     """(q, landmarks, table, length, active, shape) on the CPU. A length below 0 is a padded row."""
     random = torch.Generator().manual_seed(seed)
     length = torch.tensor(lengths).clamp(min=0)
@@ -22,8 +23,12 @@ def batch(seed, device, lengths, rows, heads, group, dim, dtype, landmark_dtype,
     pages = len(lengths) * max_pages + 1
     table = (torch.randperm(pages - 1, generator=random)[: len(lengths) * max_pages] + 1).view(len(lengths), max_pages)
     q = torch.randn((len(lengths), rows, heads, group, dim), generator=random).to(dtype)
-    landmarks = torch.randn((pages, heads, dim), generator=random).to(landmark_dtype)
+    landmarks = make(torch.randn((pages, heads, LANDMARK_PARTS, dim), generator=random))
     return q, landmarks, table.to(torch.int32), length, active, shape
+
+
+def on(landmarks, engine):
+    return Landmarks(*(t.to(engine.device) for t in landmarks))
 
 
 def bounds(shape, length, active, rows):
@@ -32,15 +37,15 @@ def bounds(shape, length, active, rows):
 
 
 GRID = [
-    # rows, heads, group, dim, dtype, landmark dtype, page size
-    (2, 2, 4, 128, torch.bfloat16, torch.bfloat16, 16),
-    (2, 3, 3, 64, torch.float16, torch.float16, 16),
-    (1, 1, 1, 64, torch.bfloat16, torch.bfloat16, 8),
-    (2, 8, 8, 128, torch.float16, torch.float16, 32),
-    (1, 2, 7, 128, torch.bfloat16, torch.bfloat16, 32),
-    (2, 5, 2, 64, torch.bfloat16, torch.float32, 16),
-    (2, 1, 5, 128, torch.float16, torch.bfloat16, 8),
-    (2, 4, 6, 96, torch.bfloat16, torch.bfloat16, 16),
+    # rows, heads, group, dim, dtype, page size
+    (2, 2, 4, 128, torch.bfloat16, 16),
+    (2, 3, 3, 64, torch.float16, 16),
+    (1, 1, 1, 64, torch.bfloat16, 8),
+    (2, 8, 8, 128, torch.float16, 32),
+    (1, 2, 7, 128, torch.bfloat16, 32),
+    (2, 5, 2, 64, torch.float32, 16),
+    (2, 1, 5, 128, torch.float16, 8),
+    (2, 4, 6, 96, torch.bfloat16, 16),
 ]
 LENGTHS = {
     "one": [1],
@@ -53,16 +58,16 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", list(LENGTHS))
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)).replace("torch.", ""))
 def test_scores(engine, case, lengths):
-    rows, heads, group, dim, dtype, landmark_dtype, page_size = case
+    rows, heads, group, dim, dtype, page_size = case
     if engine.small and lengths == "long":
         pytest.skip("too large to emulate")
     q, landmarks, table, length, active, shape = batch(
-        1, engine.device, LENGTHS[lengths], rows, heads, group, dim, dtype, landmark_dtype, page_size, 256
+        1, engine.device, LENGTHS[lengths], rows, heads, group, dim, dtype, page_size, 256
     )
     lo, hi = bounds(shape, length, active, rows)
     expected = reference.score(q, landmarks, table, lo, hi, dim**-0.5)
     to = lambda t: t.to(engine.device)  # noqa: E731
-    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi.int()), dim**-0.5)
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi.int()), dim**-0.5)
     got = scores.dense().cpu()
     assert torch.equal(got.isinf(), expected.isinf())
     finite = ~expected.isinf()
@@ -76,28 +81,28 @@ def test_scores(engine, case, lengths):
 
 def test_scores_of_a_request_ignore_its_neighbours(engine):
     q, landmarks, table, length, active, shape = batch(
-        2, engine.device, [1900, 700, 40], 2, 2, 4, 128, torch.bfloat16, torch.bfloat16, 16, 256
+        2, engine.device, [1900, 700, 40], 2, 2, 4, 128, torch.bfloat16, 16, 256
     )
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
-    together = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+    together = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense()
     for i in range(3):
         one = slice(i, i + 1)
-        alone = cuda.score(to(q[one]), to(landmarks), to(table[one]), to(lo[one]), to(hi[one]), 0.1).dense()
+        alone = cuda.score(to(q[one]), on(landmarks, engine), to(table[one]), to(lo[one]), to(hi[one]), 0.1).dense()
         assert torch.equal(alone[0], together[i])
 
 
 def test_queries_may_be_a_slice_of_a_fused_projection(engine):
     q, landmarks, table, length, active, shape = batch(
-        3, engine.device, [700, 300], 2, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+        3, engine.device, [700, 300], 2, 2, 4, 64, torch.bfloat16, 16, 256
     )
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
     fused = torch.randn((4, 512 + 256), dtype=torch.bfloat16)
     fused[:, :512] = q.view(4, 512)
     sliced = to(fused)[:, :512].view(2, 2, 2, 4, 64)
-    expected = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
-    assert torch.equal(cuda.score(sliced, to(landmarks), to(table), to(lo), to(hi), 0.1).dense(), expected)
+    expected = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense()
+    assert torch.equal(cuda.score(sliced, on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense(), expected)
 
 
 def distributions(random, count):
@@ -161,11 +166,11 @@ def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatc
     if global_scores:
         monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
     q, landmarks, table, length, active, shape = batch(
-        7, engine.device, [9200, 8900], 1, 1, group, 64, torch.float16, torch.float16, 1, 128
+        7, engine.device, [9200, 8900], 1, 1, group, 64, torch.float16, 1, 128
     )
     lo, hi = bounds(shape, length, active, 1)
     to = lambda t: t.to(engine.device)  # noqa: E731
-    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1)
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
     expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
     got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
     for name in ("pages", "num_pages", "predicted"):
@@ -175,11 +180,11 @@ def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatc
 def test_one_row(engine):
     """Without a guide the prediction is row 0's own choice."""
     q, landmarks, table, length, active, shape = batch(
-        4, engine.device, [1500, 90], 1, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+        4, engine.device, [1500, 90], 1, 2, 4, 64, torch.bfloat16, 16, 256
     )
     lo, hi = bounds(shape, length, active, 1)
     to = lambda t: t.to(engine.device)  # noqa: E731
-    dense = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense().cpu()
+    dense = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense().cpu()
     expected = reference.select(dense, table, length, active, shape, shape.budget_pages)
     got = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
     assert torch.equal(got.pages.cpu(), expected.pages)
@@ -188,12 +193,12 @@ def test_one_row(engine):
 
 def test_predictions_go_to_rows_of_their_own(engine):
     q, landmarks, table, length, active, shape = batch(
-        5, engine.device, [1500, 90, 0], 2, 2, 4, 64, torch.bfloat16, torch.bfloat16, 16, 256
+        5, engine.device, [1500, 90, 0], 2, 2, 4, 64, torch.bfloat16, 16, 256
     )
     active[2] = False
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
-    scores = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1)
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
     alone = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
     store = torch.full((5, 3, 2, shape.budget_pages + 4), 7, dtype=torch.int32, device=engine.device)
     rows = torch.tensor([4, 1, 0], device=engine.device)
@@ -209,16 +214,14 @@ def test_more_chunks_than_warps(engine, dim, dtype, monkeypatch):
     """Chunks that nobody has taken yet go to whoever is free: the results of a launch with a warp for every chunk that
     the tables have room for.
     """
-    q, landmarks, table, length, active, shape = batch(
-        6, engine.device, [3000, 2900], 2, 2, 2, dim, dtype, dtype, 8, 256
-    )
+    q, landmarks, table, length, active, shape = batch(6, engine.device, [3000, 2900], 2, 2, 2, dim, dtype, 8, 256)
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
     monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 128)
-    wide = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+    wide = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense()
     monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
     for seed in range(3):
         engine.seed(seed)
-        narrow = cuda.score(to(q), to(landmarks), to(table), to(lo), to(hi), 0.1).dense()
+        narrow = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense()
         assert torch.equal(narrow, wide)
         assert workspace(engine.device).tickets.tolist() == [0, 0]

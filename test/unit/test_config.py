@@ -87,7 +87,6 @@ def test_defaults_are_valid_and_match_the_manual():
         ({"prefetch_cap": float("inf")}, "prefetch_cap"),
         ({"guide": "oracle"}, "'chain', 'lookup', 'resync', 'none'"),
         ({"guide": None}, "guide"),
-        ({"landmark_dtype": "int8"}, "landmark_dtype"),
         ({"prefetch": 1}, "true or false"),
         ({"debug": "yes"}, "true or false"),
         ({"host_memory": "lots"}, "host_memory"),

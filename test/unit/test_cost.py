@@ -18,7 +18,7 @@ HALF = SimpleNamespace(itemsize=2)
 H200 = devices.find("NVIDIA H200")
 CALIBRATED = "2026-11-29-h200-serving-32k-2"
 SHAPE = SelectionShape(16, 128, 1, 64)
-EIGHT_B = Geometry(32, 8, 4, 128, 16, 45776, 2080, 55, HALF, HALF)  # type: ignore[arg-type]
+EIGHT_B = Geometry(32, 8, 4, 128, 16, 45776, 2080, 55, HALF)  # type: ignore[arg-type]
 
 
 def load(rows: int = 2, scoped: int = 0, geometry: Geometry = EIGHT_B) -> cost.Load:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cache_rig import DIM, FULL, PAGES, clock, make_cache, rows
 from sglang.srt.sparse_kv.geometry import resident_layers
-from sglang.srt.sparse_kv.ops import reference, reference_prefill
+from sglang.srt.sparse_kv.ops import landmarks, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError
 from sglang.srt.sparse_kv.page_cache import PageCache
 
@@ -186,7 +186,8 @@ def test_an_absent_open_page_is_fetched_up_to_the_committed_length(offset):
     assert unit[:, :, offset + 1 :].isnan().all(), "the fetch carried tokens beyond the committed length"
     assert torch.equal(view.host[3, :, 0, offset], k[0]) and torch.equal(view.host[9], truth[9])
     closed = offset == FULL - 1
-    assert torch.equal(view.landmarks[3], unit[:, 0].mean(1) if closed else torch.zeros(2, DIM))
+    made = landmarks.make(unit[:, 0]) if closed else landmarks.empty(2, dim=DIM, device=unit.device)
+    assert torch.equal(view.landmarks.codes[3], made.codes) and torch.equal(view.landmarks.scales[3], made.scales)
     assert counter(view, "missed") == 2 * (offset > 0) and counter(view, "selected") == 0
     cache.check()
 
@@ -227,7 +228,8 @@ def test_a_landmark_is_the_same_whoever_closes_the_page():
             last = k[page * FULL - 1][None]
             args = torch.tensor([page], dtype=torch.int32), torch.tensor([FULL - 1]), torch.tensor([True])
             reference.append(cache.views[1], last, last, *args, clock(page), reference.gather)
-        assert torch.equal(cache.views[0].landmarks[1:4], cache.views[1].landmarks[1:4])
+        for mine, theirs in zip(*(view.landmarks for view in cache.views), strict=True):
+            assert torch.equal(mine[1:4], theirs[1:4]) and bool((mine[1:4] != 0).any())
 
 
 # ---------------------------------------------------------------- layers, residency, limits

@@ -19,7 +19,7 @@ GB = 10**9
 
 
 def model(layers=2, kv_heads=2, dim=8, page=8, context=200, dtype=torch.float32) -> Geometry:
-    return Geometry(layers, kv_heads, 2, dim, page, 0, -(-(context + 8) // page) + 1, 0, dtype, dtype)
+    return Geometry(layers, kv_heads, 2, dim, page, 0, -(-(context + 8) // page) + 1, 0, dtype)
 
 
 def config(**values) -> SparseKVConfig:
@@ -149,7 +149,7 @@ def sizes(runtime: SparseKVRuntime, prefill: Prefill) -> dict[str, int]:
         **history,
         "page cache": size(*(b.kv for b in buffers)),
         "unit tables": sum(size(b.slot_of, b.page_of, b.stamp, b.ahead) for b in buffers),
-        "landmarks": size(runtime.landmarks),
+        "landmarks": size(*runtime.landmarks),
         "predictions": size(runtime.predicted),
         "prefill staging": size(prefill.staging),
     }

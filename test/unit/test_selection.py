@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
+from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, Geometry, SelectionShape
 from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.landmarks import empty, make, store, vectors
 from sglang.srt.sparse_kv.ops.reference import NONE
 from sglang.srt.sparse_kv.step import DecodeStep
 from sglang.srt.sparse_kv.variants import Variant
@@ -55,7 +56,7 @@ def test_bounds_and_forced_pages_token_by_token(window):
 @each_window
 def test_row_1_looks_where_row_0_will(window):
     for shape in shapes(window):
-        geometry = Geometry(1, 1, 1, 2, PAGE, 50, 30, 1, torch.float32, torch.float32)
+        geometry = Geometry(1, 1, 1, 2, PAGE, 50, 30, 1, torch.float32)
         table = torch.arange(120, dtype=torch.int32)[None].expand(2, -1) + PAGE
         req, two = torch.ones(1, dtype=torch.int64), Variant.TWO_ROWS
         build = [DecodeStep.build(geometry, shape, two, table, req, torch.tensor([n])) for n in range(5 * PAGE + 2)]
@@ -127,22 +128,27 @@ def test_pages_without_a_score_are_never_chosen():
 
 @pytest.mark.parametrize("group", [1, 3])
 def test_scores_against_a_loop(group):
-    """Landmarks nobody may look at are NaN; a page's score is the best of its group's log-probabilities."""
+    """Landmarks nobody may look at are NaN; a page's logit is the logarithm of the sum of
+    exponentials over its vectors, its score the best of its group's log-probabilities.
+    """
     rand = torch.Generator().manual_seed(group)
     n, heads, dim, pages, scale = 5, 2, 6, 9, 0.3
     q = torch.randn(n, 2, heads, group, dim, generator=rand) * 4
     table = torch.randperm(60, generator=rand)[: n * pages].view(n, pages).to(torch.int32)
     lo = torch.tensor([[0, 0], [1, 1], [2, 2], [0, 0], [3, 3]])
     hi = torch.tensor([[4, 5], [1, 2], [2, 2], [0, 1], [9, 9]])
-    landmarks = torch.full((60, heads, dim), float("nan"))
+    landmarks = empty(60, heads, dim=dim, device=q.device)
+    landmarks.scales.fill_(float("nan"))
     for i in range(n):
         seen = table[i, int(lo[i].min()) : int(hi[i].max())].long()
-        landmarks[seen] = torch.randn(len(seen), heads, dim, generator=rand)
+        store(landmarks, seen, torch.randn(len(seen), heads, PAGE, dim, generator=rand))
     found = reference.score(q, landmarks, table, lo, hi, scale)
     assert found.shape == (n, 2, heads, pages) and found.dtype == torch.float32
     for i, row, h in itertools.product(range(n), range(2), range(heads)):
         span = range(int(lo[i, row]), int(hi[i, row]))
-        logits = [[float(q[i, row, h, g] @ landmarks[table[i, p], h]) * scale for p in span] for g in range(group)]
+        parts = [vectors(landmarks)[table[i, p], h] for p in span]  # [PARTS, D] each
+        queries = [q[i, row, h, g] * scale for g in range(group)]
+        logits = [[math.log(sum(math.exp(query @ part) for part in page)) for page in parts] for query in queries]
         norms = [math.log(sum(map(math.exp, line))) if line else 0.0 for line in logits]
         for p in range(pages):
             if p in span:
@@ -156,7 +162,7 @@ def test_scores_against_a_loop(group):
 def test_neighbours_change_no_bit_of_a_score(heads, group, dim):
     """A sum over a wider table rounds differently; where two pages are close, another one would be chosen."""
     rand = torch.Generator().manual_seed(dim)
-    landmarks = torch.randn(1000, heads, dim, generator=rand)
+    landmarks = make(torch.randn(1000, heads, LANDMARK_PARTS, dim, generator=rand))
     table = torch.randint(1, 1000, (3, 600), dtype=torch.int32, generator=rand)
     q = torch.randn(3, 2, heads, group, dim, generator=rand)
     for own in (1, 2, 17, 40, 128, 300):
@@ -171,8 +177,9 @@ def test_neighbours_change_no_bit_of_a_score(heads, group, dim):
 
 def test_far_pages_stay_apart():
     """A softmax in float32 would give both of the last pages zero, and the tie the lower one."""
-    q = torch.tensor([1.0]).view(1, 1, 1, 1, 1)
-    landmarks = torch.tensor([0.0, 500.0, -300.0, -200.0]).view(4, 1, 1)
+    q = torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2)
+    keys = torch.tensor([0.0, 500.0, -300.0, -200.0]).view(4, 1, 1, 1) * torch.tensor([1.0, 0.0])
+    landmarks = make(keys.expand(4, 1, PAGE, 2))
     table = torch.arange(4, dtype=torch.int32)[None]
     scores = reference.score(q, landmarks, table, torch.tensor([[0]]), torch.tensor([[4]]), 1.0)
     assert reference.top_pages(scores, 4).tolist() == [[[[1, 0, 3, 2]]]]
@@ -182,15 +189,15 @@ def test_far_pages_stay_apart():
 def test_nobody_to_score(rows):
     scores = reference.score(
         torch.zeros(0, rows, 2, 1, 4),
-        torch.zeros(3, 2, 4),
+        empty(3, 2, dim=4, device=torch.device("cpu")),
         torch.zeros((0, 5), dtype=torch.int32),
         torch.zeros((0, rows), dtype=torch.int64),
         torch.zeros((0, rows), dtype=torch.int64),
         1.0,
     )
     shape = SelectionShape.from_tokens(PAGE, 8, 4, 4)
-    empty = torch.zeros(0, dtype=torch.int64)
-    found = reference.select(scores, torch.zeros((0, 5), dtype=torch.int32), empty, empty.bool(), shape, 2)
+    none = torch.zeros(0, dtype=torch.int64)
+    found = reference.select(scores, torch.zeros((0, 5), dtype=torch.int32), none, none.bool(), shape, 2)
     assert scores.shape == (0, rows, 2, 5) and found.pages.shape == (0, 2, shape.width)
     assert found.predicted.shape == (0, 2, 2) and found.num_pages.shape == (0,)
 

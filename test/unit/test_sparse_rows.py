@@ -11,10 +11,11 @@ import tiny_llama
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.landmarks import make
 
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.fidelity import Measured
-from benchmark.quality.scores import SCORES, exact, gauss, mean, outliers, parts, quarters
+from benchmark.quality.scores import SCORES, exact, gauss, landmark, mean, outliers, parts
 from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, select
 
 TOKENS, TAIL = 152, 24
@@ -38,21 +39,11 @@ def test_everything_selected_is_dense(checkpoint, context):
 
 
 def test_the_first_rows_alone_are_what_they_were(checkpoint, context):
-    how = Selecting(mean, budget=32, page=8, sinks=8, window=10)
+    how = Selecting(landmark, budget=32, page=8, sinks=8, window=10)
     few = context.first(7)
     assert few.tail == 7 and len(few.ids) == TOKENS - TAIL + 7 and torch.equal(few.logits, context.logits[:7])
     whole = SparseRows(checkpoint, context, how).predictions()
     torch.testing.assert_close(SparseRows(checkpoint, few, how).predictions(), whole[:7], rtol=1e-4, atol=1e-4)
-
-
-def test_quarters_of_equal_keys_are_exact():
-    """On the grid of fifteen steps nothing is rounded; a plain mean of the same pages is worse where they differ."""
-    rand = torch.Generator().manual_seed(3)
-    steps = torch.randint(-7, 8, (2, 9, 4, 1, 8), generator=rand).float()
-    steps[..., 0] = 7
-    keys, q = steps.expand(-1, -1, -1, 4, -1).flatten(2, 3), torch.randn(2, 2, 5, 8, generator=rand)
-    torch.testing.assert_close(quarters(q, keys) + math.log(4), exact(q, keys))
-    assert (mean(q, keys) + math.log(16) - exact(q, keys)).abs().max() > 1
 
 
 @pytest.mark.parametrize("name", sorted(SCORES))
@@ -97,11 +88,11 @@ def test_the_study_selects_what_the_product_selects(sinks, window):
     rand = torch.Generator().manual_seed(window)
     keys, q = torch.randn(heads, total, dim, generator=rand), torch.randn(heads, group, rows, dim, generator=rand)
     position = torch.arange(total - rows, total)
-    how = Selecting(mean, 40, page, sinks, window)
+    how = Selecting(landmark, 40, page, sinks, window)
     found = select(q, keys, torch.zeros(()), position, how)  # [H, R, NP]
     shape = SelectionShape.from_tokens(page, 40, sinks, window)
     lo, hi = shape.candidate_bounds(position[:, None])
-    landmarks = keys.unflatten(1, (-1, page)).mean(2).transpose(0, 1)  # [NP, H, D]
+    landmarks = make(keys.unflatten(1, (-1, page)).transpose(0, 1))  # of [NP, H] units
     table = torch.arange(total // page, dtype=torch.int32).expand(rows, -1)
     queries = q.permute(2, 0, 1, 3)[:, None]  # a row of the study is a request
     scores = reference.score(queries, landmarks, table, lo, hi, 1.0)

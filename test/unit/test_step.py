@@ -13,7 +13,7 @@ PAGE, PAGES = 4, 30
 
 
 def geometry(max_pages: int = 12) -> Geometry:
-    return Geometry(1, 2, 1, 2, PAGE, PAGES, max_pages, 8, torch.float32, torch.float32)
+    return Geometry(1, 2, 1, 2, PAGE, PAGES, max_pages, 8, torch.float32)
 
 
 def table(requests: int, width: int = 12 * PAGE) -> torch.Tensor:

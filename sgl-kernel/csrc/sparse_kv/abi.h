@@ -23,7 +23,8 @@ struct SkvView {
   int32_t* stamp;     // [heads][slots]
   uint8_t* ahead;     // [heads][slots]
   void* host;         // [pages][heads] units, pinned host memory
-  void* landmarks;    // [pages][heads][head_dim]
+  void* landmarks;    // [pages][heads][4][head_dim / 2] codes: value + 8 in four bits, lower half first
+  void* scales;       // [pages][heads][4] bfloat16, what a code of 1 stands for
   int64_t* counters;  // [10]
   int64_t* stalled;   // [1] nanoseconds that steps waited for missing units
   int64_t heads;
@@ -32,7 +33,6 @@ struct SkvView {
   int64_t page_size;
   int64_t head_dim;
   int64_t dtype;
-  int64_t landmark_dtype;
 };
 
 // Tables that one launch may edit: that of an append, and of two prefetches beside it.

@@ -1,4 +1,5 @@
 // Row 0's token: its open unit made resident, K/V written to the slot and through to the host, landmark at page close.
+#include "landmark.cuh"
 #include "mover.cuh"
 #include "prefetch.cuh"
 
@@ -6,26 +7,7 @@
 
 namespace skv {
 
-// The mean key of a page, summed in float32 in order of tokens, by one warp; several tokens are on their way at once.
-template <typename T>
-__device__ __forceinline__ void mean_key(const SkvView& view, const void* unit, int64_t landmark) {
-  constexpr int kMost = 8;  // elements of a lane: head_dim at most 256
-  auto* keys = static_cast<const T*>(unit);
-  int dim = static_cast<int>(view.head_dim), tokens = static_cast<int>(view.page_size);
-  float sum[kMost] = {};
-#pragma unroll 8
-  for (int t = 0; t < tokens; ++t) {
-#pragma unroll
-    for (int i = 0; i < kMost; ++i)
-      if (i * 32 + lane_id() < dim) sum[i] += to_float(keys[t * dim + i * 32 + lane_id()]);
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i)
-    if (i * 32 + lane_id() < dim)
-      store_element(view.landmarks, landmark + i * 32 + lane_id(), view.landmark_dtype, sum[i] / static_cast<float>(tokens));
-}
-
-// One warp writes one request's token and, when it closes the page, makes the landmark: the mean key, summed in float32.
+// One warp writes one request's token and, when it closes the page, makes the landmark.
 // Without a slot (the cache was too small, which is reported) the host still gets the token.
 __device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& args, int n, int head, int slot) {
   int dim = static_cast<int>(view.head_dim), bytes = dim * element_bytes(view.dtype), pieces = bytes >> 4;
@@ -46,14 +28,10 @@ __device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& 
   }
   if (offset != view.page_size - 1 || slot < 0) return;
   __syncwarp();  // the lanes read each other's part of the new key
-  int64_t landmark = (page * view.heads + head) * dim;
-  if (view.dtype == SKV_BF16) {
-    mean_key<__nv_bfloat16>(view, cached, landmark);
-  } else if (view.dtype == SKV_FP16) {
-    mean_key<__half>(view, cached, landmark);
-  } else {
-    mean_key<float>(view, cached, landmark);
-  }
+  with_type(view.dtype, [&](auto type) {
+    auto* keys = reinterpret_cast<const decltype(type)*>(cached);
+    make_landmark<decltype(type)>(view, page * view.heads + head, [&](int t) { return keys + t * dim; });
+  });
 }
 
 // Prefetches of other layers, planned by blocks of the same launch: as other tables, they are nobody's neighbours, and

@@ -1,5 +1,5 @@
 // A prefill's chunk: to the host, with the landmarks of the pages that it closes, and into slots.
-#include "ptx.cuh"
+#include "landmark.cuh"
 
 namespace skv {
 
@@ -11,47 +11,29 @@ constexpr int kTeam = 256;
 constexpr int kTeams = 4;  // of a block
 constexpr int64_t kStoreBlocks = 8;
 
-constexpr int kVector = 4;   // elements that a lane takes at once
-constexpr int kInFlight = 8;  // rows of a page that a warp loads before it adds them up; page sizes are multiples of it
-
-template <typename T>
-struct alignas(kVector * sizeof(T)) Vector {
-  T x[kVector];
-};
-
 __device__ __forceinline__ const char* row_of(const SkvView& view, const void* base, int64_t stride, int64_t t, int head) {
   return static_cast<const char*>(base) + (t * stride + head * view.head_dim) * element_bytes(view.dtype);
 }
 
-// The landmark of the page that token t closes: the mean of its keys. One warp calls it.
-template <typename T>
+// The landmark of the page that token t closes. One warp calls it.
 __device__ __forceinline__ void summarise(const SkvView& view, const SkvChunk& args, int64_t t, int64_t loc, int head) {
   int size = static_cast<int>(view.page_size), dim = static_cast<int>(view.head_dim), lane = lane_id();
-  int64_t unit = (loc / size * view.heads + head);
-  const T* stored = static_cast<const T*>(view.host) + unit * 2 * size * dim;
+  int64_t unit = loc / size * view.heads + head;
   // A key of this chunk is taken from it: its copy on the host may still be on its way.
   unsigned inside = __ballot_sync(kAll, lane < size && t >= lane && get(args.loc, t - lane) == loc - lane);
-  for (int d = lane * kVector; d < dim; d += 32 * kVector) {
-    float sum[kVector] = {};
-    for (int last = size - 1; last >= 0; last -= kInFlight) {
-      Vector<T> keys[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        int back = last - i;
-        const T* key = inside >> back & 1 ? reinterpret_cast<const T*>(row_of(view, args.k, args.stride_k, t - back, head))
-                                          : stored + (size - 1 - back) * dim;
-        keys[i] = *reinterpret_cast<const Vector<T>*>(key + d);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        for (int j = 0; j < kVector; ++j) sum[j] += to_float(keys[i].x[j]);
-    }
-    for (int j = 0; j < kVector; ++j)
-      store_element(view.landmarks, unit * dim + d + j, view.landmark_dtype, sum[j] / static_cast<float>(size));
-  }
+  with_type(view.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T* stored = static_cast<const T*>(view.host) + unit * 2 * size * dim;
+    make_landmark<T>(view, unit, [&](int token) {
+      int back = size - 1 - token;
+      return inside >> back & 1 ? reinterpret_cast<const T*>(row_of(view, args.k, args.stride_k, t - back, head))
+                                : stored + token * dim;
+    });
+  });
 }
 
-__device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head) {
+// turn: of the team. Pages close at the same place of every tile; another warp each time makes the landmark there.
+__device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& args, int64_t first, int head, int turn) {
   int bytes = static_cast<int>(view.head_dim) * element_bytes(view.dtype), pieces = bytes >> 4;
   int64_t half = view.page_size * bytes, unit = 2 * half, slots = view.pages * view.page_size;
   int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.tokens - first));
@@ -66,16 +48,10 @@ __device__ __forceinline__ void store_tile(const SkvView& view, const SkvChunk& 
     reinterpret_cast<int4*>(target)[i % pieces] = key;
     reinterpret_cast<int4*>(target + half)[i % pieces] = value;
   }
-  for (int64_t t = first + warp_id() % (kTeam / 32); t < first + tokens; t += kTeam / 32) {
+  for (int64_t t = first + (warp_id() + turn) % (kTeam / 32); t < first + tokens; t += kTeam / 32) {
     int64_t loc = get(args.loc, t);
     if (loc < 0 || loc >= slots || loc % view.page_size != view.page_size - 1) continue;
-    if (view.dtype == SKV_BF16) {
-      summarise<__nv_bfloat16>(view, args, t, loc, head);
-    } else if (view.dtype == SKV_FP16) {
-      summarise<__half>(view, args, t, loc, head);
-    } else {
-      summarise<float>(view, args, t, loc, head);
-    }
+    summarise(view, args, t, loc, head);
   }
 }
 
@@ -84,8 +60,9 @@ __global__ void __launch_bounds__(kTeam * kTeams)
   wait_for_previous_kernel();
   int64_t items = (args.tokens + kTokens - 1) / kTokens * view.heads;
   int64_t team = blockIdx.x + threadIdx.x / kTeam * static_cast<int64_t>(gridDim.x);
+  int turn = 0;
   for (int64_t item = team; item < items; item += gridDim.x * kTeams)
-    store_tile(view, args, item / view.heads * kTokens, static_cast<int>(item % view.heads));
+    store_tile(view, args, item / view.heads * kTokens, static_cast<int>(item % view.heads), turn++);
 }
 
 // A prefill chunk into the slots of those of its pages that have one: a warp writes one token of one head.

@@ -71,16 +71,6 @@ __device__ __forceinline__ float load_element(const void* p, int64_t i, int64_t 
   return static_cast<const float*>(p)[i];
 }
 
-__device__ __forceinline__ void store_element(void* p, int64_t i, int64_t dtype, float x) {
-  if (dtype == SKV_BF16) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16(x);
-  } else if (dtype == SKV_FP16) {
-    static_cast<__half*>(p)[i] = __float2half_rn(x);
-  } else {
-    static_cast<float*>(p)[i] = x;
-  }
-}
-
 // Sixteen bytes past the first-level cache: what another thread of the block, or the host, wrote.
 __device__ __forceinline__ int4 load16(const void* p) { return __ldcg(static_cast<const int4*>(p)); }
 

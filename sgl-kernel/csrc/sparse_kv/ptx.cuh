@@ -27,7 +27,20 @@ __device__ __forceinline__ Counter64 nanoseconds() {
 #endif
 }
 
+// Pair i of the eight codes in a word: numbers i and i + 4, each less 8, as two elements. With a constant in front, a code
+// is the low end of a mantissa, so taking off constant and bias is exact.
+template <typename T>
+__device__ __forceinline__ uint32_t code_pair(uint32_t word, int i);
+
 #ifdef SPARSE_KV_EMULATE
+
+template <typename T>
+inline uint32_t code_pair(uint32_t word, int i) {
+  T pair[2] = {from_float<T>(static_cast<float>(word >> 4 * i & 15) - 8), from_float<T>(static_cast<float>(word >> (4 * i + 16) & 15) - 8)};
+  uint32_t bits;
+  std::memcpy(&bits, pair, 4);
+  return bits;
+}
 
 template <typename T>
 inline void multiply_emulated(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -85,6 +98,19 @@ inline void bulk_wait_read() {}
 inline void bulk_wait_all() {}
 
 #else
+
+template <>
+__device__ __forceinline__ uint32_t code_pair<__half>(uint32_t word, int i) {
+  uint32_t bits = (word >> 4 * i & 0x000f000fu) | 0x64006400u;  // 1024 + code
+  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(0x64086408u));
+  return bits;
+}
+template <>
+__device__ __forceinline__ uint32_t code_pair<__nv_bfloat16>(uint32_t word, int i) {
+  uint32_t bits = (word >> 4 * i & 0x000f000fu) | 0x43004300u;  // 128 + code
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(bits) : "r"(0x3f803f80u), "r"(0xc308c308u));  // times 1, less 136
+  return bits;
+}
 
 template <>
 __device__ __forceinline__ void multiply<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -287,6 +287,14 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return out;
+}
 
 template <typename T>
 T __ldcg(const T* p) {

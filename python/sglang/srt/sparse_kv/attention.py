@@ -103,4 +103,4 @@ class SparseKVAttnBackend(AttentionBackend):
         return 1
 
     def support_triton(self) -> bool:
-        return self.runtime.landmarks.device.type == "cuda"
+        return self.runtime.device.type == "cuda"

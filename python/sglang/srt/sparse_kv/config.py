@@ -34,7 +34,6 @@ _SIZE_HELP = 'write a size such as "96GB", "64GiB" or "50%"'
 ROWS = ("auto", 1, 2)
 _GUIDES = ("chain", "lookup", "resync", "none")
 _LOOKUP_GUIDES = ("lookup", "resync")
-_LANDMARK_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def shown(value: Any) -> str:
@@ -111,7 +110,6 @@ class SparseKVConfig:
         prefetch_cap: most pages fetched ahead per request, layer, kv head and step, as a share of the budget, 0..1.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
         ring: layer-sized buffers that the non-resident layers share, 2..4.
-        landmark_dtype: "auto" or the dtype that page summaries are kept in.
         coupled_sampling: at temperature > 0, both rows draw with one noise per (request, position, token).
         seed: start of the noise streams.
         debug: run-time policy switches and invariant checks.
@@ -132,7 +130,6 @@ class SparseKVConfig:
     prefetch_cap: float = 1.0
     cache_memory: int | str = "auto"
     ring: int = 3
-    landmark_dtype: str = "auto"
     coupled_sampling: bool = True
     seed: int = 0
     debug: bool = False
@@ -209,7 +206,6 @@ class SparseKVConfig:
         if self.rows not in ROWS or isinstance(self.rows, (bool, float)):
             raise ValueError(f"rows is {shown(self.rows)}; use 'auto', 1 or 2.")
         _check_choice("guide_attends", self.guide_attends, ("selected", "own"))
-        _check_choice("landmark_dtype", self.landmark_dtype, _LANDMARK_DTYPES)
         for name in ("prefetch", "coupled_sampling", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give true or false.")

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+LANDMARK_PARTS = 4  # vectors that stand for a page, each for as many neighbouring tokens
+
+
 @dataclass(frozen=True)
 class Geometry:
     """KV geometry of one rank.
@@ -31,7 +34,6 @@ class Geometry:
     max_pages: int
     max_requests: int
     dtype: torch.dtype  # for arithmetic alone, anything with an itemsize
-    landmark_dtype: torch.dtype
     staging_tokens: int = 1024
 
     @property
@@ -46,8 +48,8 @@ class Geometry:
 
     @property
     def landmark_bytes(self) -> int:
-        """Bytes of one unit's landmark."""
-        return self.head_dim * self.landmark_dtype.itemsize
+        """Bytes of one unit's landmark: half a byte a value, and two for each part's scale."""
+        return LANDMARK_PARTS * (self.head_dim // 2 + 2)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from sglang.srt.sparse_kv import refusals
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry
 
-_ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class Dtype:
@@ -55,9 +53,6 @@ class ModelShape:
     def geometry(self, config: SparseKVConfig, page_size: int, tp: int, context: int) -> Geometry:
         """Geometry of one rank, as sizing.py finds it in a running process."""
         kv_heads = max(1, self.kv_heads // tp)
-        landmark = self.dtype
-        if config.landmark_dtype != "auto":
-            landmark = Dtype(config.landmark_dtype, _ITEMSIZES[config.landmark_dtype])
         return Geometry(
             num_layers=self.layers,
             kv_heads=kv_heads,
@@ -68,7 +63,6 @@ class ModelShape:
             max_pages=-(-(context + 8) // page_size) + 1,
             max_requests=0,
             dtype=self.dtype,  # type: ignore[arg-type]
-            landmark_dtype=landmark,  # type: ignore[arg-type]
         )
 
 

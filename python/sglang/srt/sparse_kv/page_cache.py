@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.sparse_kv.geometry import Geometry, resident_layers
 from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.landmarks import Landmarks
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, LayerView
 
 
@@ -30,7 +31,7 @@ class Buffer:
 class PageCache:
     """All layers' views of the cache. `views[i]` is what the operations of layer i work on.
 
-    host: [L, NP, H, 2, P, D]; landmarks: [L, NP, H, D]; slots: per layer and kv head; both_modes allocates every
+    host: [L, NP, H, 2, P, D]; landmarks: of [L, NP, H] units; slots: per layer and kv head; both_modes allocates every
     layer's buffer and the ring, so that residency can be changed while running.
     """
 
@@ -38,7 +39,7 @@ class PageCache:
         self,
         geometry: Geometry,
         host: torch.Tensor,
-        landmarks: torch.Tensor,
+        landmarks: Landmarks,
         slots: int,
         residency: Any,
         ring: int,
@@ -47,7 +48,7 @@ class PageCache:
         self.geometry, self.slots, self.ring_size = geometry, slots, ring
         self.usable = slots  # of each layer and head
         self.host, self.landmarks = host, landmarks
-        device = landmarks.device
+        device = landmarks.codes.device
         self.counters = torch.zeros((geometry.num_layers, len(COUNTERS)), dtype=torch.int64, device=device)
         self.stalled = torch.zeros(geometry.num_layers, dtype=torch.int64, device=device)
         resident = resident_layers(residency, geometry.num_layers)
@@ -85,7 +86,7 @@ class PageCache:
             buffer.stamp,
             buffer.ahead,
             self.host[layer],
-            self.landmarks[layer],
+            Landmarks(self.landmarks.codes[layer], self.landmarks.scales[layer]),
             self.counters[layer],
             self.stalled[layer],
         )

@@ -10,6 +10,7 @@ from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.gate import Gate
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 from sglang.srt.sparse_kv.history import TokenHistory
+from sglang.srt.sparse_kv.ops import landmarks
 from sglang.srt.sparse_kv.ops.engine import engine_for
 from sglang.srt.sparse_kv.ops.reference import NONE, LayerView
 from sglang.srt.sparse_kv.page_cache import PageCache
@@ -54,11 +55,8 @@ class SparseKVRuntime:
             raise ValueError('guide_attends "own" exists on the CPU engine only; use "selected" on a GPU')
         self.ops = engine_for(device)
         self.policy = Policy.from_config(config)
-        self.landmarks = torch.zeros(
-            (geometry.num_layers, geometry.num_pages, geometry.kv_heads, geometry.head_dim),
-            dtype=geometry.landmark_dtype,
-            device=device,
-        )
+        units = geometry.num_layers, geometry.num_pages, geometry.kv_heads
+        self.landmarks = landmarks.empty(*units, dim=geometry.head_dim, device=device)
         self.cache = PageCache(
             geometry,
             host,
@@ -238,7 +236,7 @@ class SparseKVRuntime:
         fresh = (free & ~self._poisoned).nonzero()[:, 0]
         self._poisoned = free
         self.host[:, fresh] = POISON
-        self.landmarks[:, fresh] = POISON
+        self.landmarks.scales[:, fresh] = POISON
         for buffer in self.cache.buffers():
             head, index = (buffer.slot_of[:, fresh] >= 0).nonzero(as_tuple=True)
             buffer.kv[head, buffer.slot_of[head, fresh[index]].long()] = POISON

@@ -39,11 +39,10 @@ def geometry_of(configurator, num_pages: int = 0, max_requests: int = 0) -> Geom
     """Geometry of this rank's share of the model. num_pages and max_requests are settled by the plan."""
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
-    model, config = configurator.model_config, config_of(configurator.server_args)
+    model = configurator.model_config
     tp_size = get_parallel().attn_tp_size
     kv_heads = model.get_num_kv_heads(tp_size)
     dtype = configurator.kv_cache_dtype
-    landmark_dtype = dtype if config.landmark_dtype == "auto" else getattr(torch, config.landmark_dtype)
     page_size = get_schedule().page_size
     return Geometry(
         num_layers=configurator.layer_info.num_effective_layers,
@@ -55,7 +54,6 @@ def geometry_of(configurator, num_pages: int = 0, max_requests: int = 0) -> Geom
         max_pages=-(-(model.context_len + 8) // page_size) + 1,
         max_requests=max_requests,
         dtype=dtype,
-        landmark_dtype=landmark_dtype,
     )
 
 

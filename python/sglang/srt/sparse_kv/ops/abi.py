@@ -28,8 +28,8 @@ def _struct(name: str, spec: str) -> type[ctypes.Structure]:
 
 View: Any = _struct(
     "View",
-    "kv:p slot_of:p page_of:p stamp:p ahead:p host:p landmarks:p counters:p stalled:p heads:i slots:i pages:i "
-    "page_size:i head_dim:i dtype:i landmark_dtype:i",
+    "kv:p slot_of:p page_of:p stamp:p ahead:p host:p landmarks:p scales:p counters:p stalled:p heads:i slots:i pages:i "
+    "page_size:i head_dim:i dtype:i",
 )
 Work: Any = _struct("Work", "error:p cursor:p urgent:p tasks:p list:p rows:p skip:p miss_rate:p list_width:i")
 Resolve: Any = _struct(

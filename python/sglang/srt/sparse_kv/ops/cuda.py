@@ -63,6 +63,7 @@ MOVER_BLOCKS = int(os.environ.get("SPARSE_KV_MOVER_BLOCKS", "4"))
 MOVER_BLOCKS_SMALL_UNITS = 6  # below 8 KB
 MOVER_BLOCKS_PLAIN = 16
 MAX_BUDGET_PAGES = 1024
+FEW_CHUNKS = 8  # a multiprocessor: up to so many, score gives each a block of its own
 RESOLVE, PREFETCH, INSTALL = range(3)
 
 
@@ -135,15 +136,18 @@ def score(q, landmarks, table, lo, hi, scale: float, inputs: Inputs | None = Non
     logits, partials = space.scores(n, rows, heads, group, width)
     rows_q = inner_contiguous(q.reshape(n * rows, heads, group, dim) if n else q[:, 0], "q")
     table = contiguous(table, "table", torch.int32)
-    contiguous(landmarks, "landmarks")
-    resident = 4 if rows * group <= 8 else 3  # blocks on a multiprocessor: more would wait for a second round
-    blocks = min(resident * _multiprocessors(q.device), max(1, n * heads * chunks(width) // 4 + 1))
+    # A block for each chunk while that does not fill the device: its warps share the chunk. Then a warp for each, in no
+    # more blocks than run at once.
+    blocks, multiprocessors = n * heads * chunks(width), _multiprocessors(q.device)
+    if blocks > FEW_CHUNKS * multiprocessors:
+        resident = 4 if rows * group <= 8 else 3
+        blocks = min(resident * multiprocessors, blocks // 4 + 1)
     view = abi.View(
-        landmarks=pointer(landmarks),
+        landmarks=pointer(contiguous(landmarks.codes, "landmarks.codes")),
+        scales=pointer(contiguous(landmarks.scales, "landmarks.scales")),
         heads=heads,
-        pages=landmarks.shape[0],
+        pages=landmarks.codes.shape[0],
         head_dim=dim,
-        landmark_dtype=abi.DTYPES[landmarks.dtype],
     )
     args = abi.Score(
         q=pointer(rows_q),
@@ -161,7 +165,7 @@ def score(q, landmarks, table, lo, hi, scale: float, inputs: Inputs | None = Non
         n=n,
         rows=rows,
         group=group,
-        blocks=blocks if n else 0,
+        blocks=blocks,
     )
     launch("score", q.device, view, args)
     return Scores(logits, partials, lo, hi, (n, rows, heads, group, width))

@@ -7,6 +7,7 @@ import os
 from functools import lru_cache
 
 import torch
+from sglang.srt.sparse_kv.config import PAGE_SIZES
 from sglang.srt.sparse_kv.ops import abi, build
 from sglang.srt.sparse_kv.ops.reference import LayerView
 
@@ -68,20 +69,23 @@ def _view_of(view: LayerView) -> abi.View:
         raise ValueError(f"host: expected [{pages}, {heads}, 2, {page_size}, {head_dim}], got {list(view.host.shape)}")
     if view.host.dtype != view.kv.dtype:
         raise ValueError(f"host: expected {view.kv.dtype}, got {view.host.dtype}")
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size: expected one of {PAGE_SIZES}, got {page_size}")
     if head_dim * view.kv.element_size() % 16 or head_dim > 256:
         raise ValueError(f"head_dim: expected rows of 16-byte pieces and at most 256 elements, got {head_dim}")
     return abi.View(
         *(
             contiguous(getattr(view, name), name).data_ptr()
-            for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host", "landmarks", "counters", "stalled")
+            for name in ("kv", "slot_of", "page_of", "stamp", "ahead", "host")
         ),
+        *(contiguous(t, "landmarks").data_ptr() for t in view.landmarks),
+        *(contiguous(getattr(view, name), name).data_ptr() for name in ("counters", "stalled")),
         heads,
         slots,
         pages,
         page_size,
         head_dim,
         abi.DTYPES[view.kv.dtype],
-        abi.DTYPES[view.landmarks.dtype],
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.sparse_kv.ops.landmarks import Landmarks, store, vectors
 
 NONE = -1
 NEVER = -1  # stamp of a free slot: older than any step
@@ -33,7 +34,7 @@ class LayerView:
     stamp: torch.Tensor  # int32 [H, S] step of last selection, NEVER when free
     ahead: torch.Tensor  # bool [H, S] prefetched and not selected since
     host: torch.Tensor  # [NP, H, 2, P, D] the truth, in host memory
-    landmarks: torch.Tensor  # [NP, H, D]
+    landmarks: Landmarks  # of [NP, H] units
     counters: torch.Tensor  # int64 [len(COUNTERS)]
     stalled: torch.Tensor  # int64 [], nanoseconds that steps waited for missing units
 
@@ -115,10 +116,11 @@ def lookup(table: torch.Tensor, logical: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- scores and selection
 
 
-def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi, scale: float, inputs=None):
+def score(q: torch.Tensor, landmarks: Landmarks, table: torch.Tensor, lo, hi, scale: float, inputs=None):
     """Log-probability of each candidate page under its landmark, the best of the query group.
 
-    q [N, R, H, G, D]; landmarks [NP, H, D]; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
+    A page counts for the sum of exponentials over its landmark's vectors, as attention counts its keys.
+    q [N, R, H, G, D]; landmarks of [NP, H] units; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
     Returns float32 [N, R, H, MP], -inf outside the bounds. The logarithm keeps far pages apart where a float32 softmax
     would make them equal zeros. One request at a time: sums of another length round differently, and so might decide
     another way, so a request's scores must not depend on how long its neighbours are. inputs: of attend_inputs.
@@ -128,9 +130,11 @@ def score(q: torch.Tensor, landmarks: torch.Tensor, table: torch.Tensor, lo, hi,
     for i, span in enumerate(hi.amax(1).tolist()):
         if span == 0:
             continue
-        keys = landmarks[table[i, :span].long()].float()  # [span, H, D]
+        pages = table[i, :span].long()
+        keys = vectors(Landmarks(landmarks.codes[pages], landmarks.scales[pages]))  # [span, H, PARTS, D]
+        keys = keys.permute(1, 3, 0, 2).reshape(heads, dim, -1)
         queries = q[i].float().transpose(0, 1).reshape(heads, rows * group, dim)
-        logits = torch.bmm(queries, keys.permute(1, 2, 0)).view(heads, rows, group, span) * scale
+        logits = (torch.bmm(queries, keys).view(heads, rows, group, span, -1) * scale).logsumexp(-1)
         index = torch.arange(span, device=q.device)
         inside = (index >= lo[i, :, None]) & (index < hi[i, :, None])  # [R, span]
         logits = logits.masked_fill(~inside[:, None, :], float("-inf"))
@@ -413,7 +417,7 @@ def write_token(view: LayerView, k, v, page, slots, offset, active, through: boo
     closing = off[:, 0] == page_size - 1
     if bool(closing.any()):
         keys = view.kv[head, slot[closing], 0]  # [M, H, P, D]
-        view.landmarks[pg[closing, 0]] = keys.float().mean(2).to(view.landmarks.dtype)
+        store(view.landmarks, pg[closing, 0], keys)
 
 
 def append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.sparse_kv.ops.landmarks import store
 from sglang.srt.sparse_kv.ops.reference import (
     MISSED,
     PREFIX_CACHE,
@@ -45,8 +46,7 @@ def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Te
         view.host[page, :, 1, offset] = v.to(view.host.device)
     closed = page[offset == page_size - 1]
     if closed.numel():
-        keys = view.host[closed, :, 0].to(view.landmarks.device)
-        view.landmarks[closed] = keys.float().mean(2).to(view.landmarks.dtype)
+        store(view.landmarks, closed, view.host[closed, :, 0])
 
 
 def install(view: LayerView, pages: torch.Tensor, tokens: torch.Tensor, step: torch.Tensor) -> Fetch:
