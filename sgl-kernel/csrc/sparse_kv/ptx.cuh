@@ -42,6 +42,9 @@ inline uint32_t code_pair(uint32_t word, int i) {
   return bits;
 }
 
+inline float power_of_two(float x) { return exp2f(x); }
+inline float log_of_two(float x) { return log2f(x); }
+
 template <typename T>
 inline void multiply_emulated(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   int lane = emulator::lane();
@@ -99,15 +102,37 @@ inline void bulk_wait_all() {}
 
 #else
 
+// (a & b) | c, as one instruction.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(a) : "r"(b), "r"(c));
+  return a;
+}
+
+// Powers and logarithms of two, without what it takes to see numbers below 2^-126.
+__device__ __forceinline__ float power_of_two(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+__device__ __forceinline__ float log_of_two(float x) {
+  asm("lg2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
 template <>
 __device__ __forceinline__ uint32_t code_pair<__half>(uint32_t word, int i) {
-  uint32_t bits = (word >> 4 * i & 0x000f000fu) | 0x64006400u;  // 1024 + code
-  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(0x64086408u));
+  uint32_t bits = word >> i / 2 * 8;  // the code is the low or the high half of a byte: 1024 + code, or 1024 + 16 code
+  if (i % 2 == 0) {
+    bits = and_or(bits, 0x000f000fu, 0x64006400u);
+    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(0x64086408u));
+  } else {
+    bits = and_or(bits, 0x00f000f0u, 0x64006400u);
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(bits) : "r"(0x2c002c00u), "r"(0xd480d480u));  // a sixteenth, less 72
+  }
   return bits;
 }
 template <>
 __device__ __forceinline__ uint32_t code_pair<__nv_bfloat16>(uint32_t word, int i) {
-  uint32_t bits = (word >> 4 * i & 0x000f000fu) | 0x43004300u;  // 128 + code
+  uint32_t bits = and_or(word >> 4 * i, 0x000f000fu, 0x43004300u);  // 128 + code
   asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(bits) : "r"(0x3f803f80u), "r"(0xc308c308u));  // times 1, less 136
   return bits;
 }

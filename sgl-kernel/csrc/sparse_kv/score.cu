@@ -116,7 +116,7 @@ struct Sum {
   __device__ __forceinline__ void join(float other_top, float other_sum) {
     float highest = fmaxf(top, other_top);
     if (highest == -kInf) return;
-    sum = sum * exp2f(top - highest) + other_sum * exp2f(other_top - highest);
+    sum = sum * power_of_two(top - highest) + other_sum * power_of_two(other_top - highest);
     top = highest;
   }
   __device__ __forceinline__ void join_lane(int bits) {
@@ -207,7 +207,7 @@ struct Queries {
 __device__ __forceinline__ Sum column_sum(float low, float high) {
   float top = fmaxf(low, high);
   for (int bits = 4; bits < 32; bits <<= 1) top = fmaxf(top, __shfl_xor_sync(kAll, top, bits));
-  float sum = top > -kInf ? exp2f(low - top) + exp2f(high - top) : 0.0f;
+  float sum = top > -kInf ? power_of_two(low - top) + power_of_two(high - top) : 0.0f;
   for (int bits = 4; bits < 32; bits <<= 1) sum += __shfl_xor_sync(kAll, sum, bits);
   return Sum{top, sum};
 }
@@ -254,8 +254,8 @@ __device__ __forceinline__ void score_tile(const Marks<kDim>& marks, const Queri
           top = fmaxf(top, x[part]);
         }
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) sum += exp2f(x[part] - top);
-        joined[half] = top + log2f(sum);
+        for (int part = 0; part < kParts; ++part) sum += power_of_two(x[part] - top);
+        joined[half] = top + log_of_two(sum);
         int page = first + lane_id() / 4 + half * 8;
         if (page >= column.lo && page < column.hi) {
           column.logits[page] = joined[half];
@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(kScoreThreads)
         for (int q = 0; q < kPlainQueries; ++q) {
           Column column = column_of(args, heads, item, first + q);
           if (column.logits == nullptr || page < column.lo || page >= column.hi) continue;
-          float x = joined[q].top + log2f(joined[q].sum);
+          float x = joined[q].top + log_of_two(joined[q].sum);
           column.logits[page] = x;
           sums[q].add(x);
         }
