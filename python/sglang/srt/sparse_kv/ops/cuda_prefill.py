@@ -14,7 +14,8 @@ from sglang.srt.sparse_kv.ops.workspace import workspace
 
 def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
     """As reference_prefill.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that
-    move the units which are not resident.
+    move the units which are not resident. Twice as many as elsewhere by default, since each unit leaves for two places:
+    an H200 brings 43 GB/s with four of them, 48 to 49 with five to twenty-four.
     """
     heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
     expected = (2, heads, count * view.kv.shape[3], dim)
@@ -35,7 +36,7 @@ def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, 
         missing=pointer(scratch),
         list=pointer(scratch[1:]),
         count=count,
-        blocks=blocks or mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
+        blocks=blocks or 2 * mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
     )
     launch("stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
 
