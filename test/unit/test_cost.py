@@ -16,27 +16,35 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
 HALF = SimpleNamespace(itemsize=2)
 H200 = devices.find("NVIDIA H200")
-CALIBRATED = "2026-11-29-h200-serving-32k-2"
-SHAPE = SelectionShape(16, 128, 1, 64)
+CALIBRATED = "2026-11-29-h200-serving-32k-2"  # whose latencies the model has
+DEFAULTS = "2026-11-30-h200-serving-1536"  # with today's score and budget, whose misses are the high curve
 EIGHT_B = Geometry(32, 8, 4, 128, 16, 45776, 2080, 55, HALF)  # type: ignore[arg-type]
 
 
-def load(rows: int = 2, scoped: int = 0, geometry: Geometry = EIGHT_B) -> cost.Load:
-    return cost.Load(geometry, SHAPE, int(13.812 * 2**30), rows, scoped)
+def load(rows: int = 2, scoped: int = 0, geometry: Geometry = EIGHT_B, budget: int = 2048) -> cost.Load:
+    return cost.Load(geometry, SelectionShape(16, budget // 16, 1, 64), int(13.812 * 2**30), rows, scoped)
 
 
 def measured() -> list[tuple[str, dict]]:
     """(day and number of the run, cell) of each run of the 8B shape on the H200."""
     found = []
     for path in sorted(RESULTS.glob("*h200-serving-*.json")):
-        cells = json.loads(path.read_text())["cells"]
-        found += [(path.stem, cell) for cell in cells if "tokens_per_second" in cell and not without_graph(cell)]
+        result = json.loads(path.read_text())
+        for cell in result["cells"]:
+            if "tokens_per_second" in cell and not without_graph(cell) and not disturbed(path.stem, cell):
+                cell["budget"] = result["runs"][cell["run"]]["options"]["budget"]
+                found.append((path.stem, cell))
     return found
 
 
 def without_graph(cell: dict) -> bool:
     """Steps of one row of more requests than such graphs are captured for, in a server that would choose two rows."""
     return cell["policy"] == "one_row" and cell["streams"] == 32
+
+
+def disturbed(run: str, cell: dict) -> bool:
+    """The last cells of this run were a fifth slower than the same steps are elsewhere, see docs/results.md."""
+    return run == DEFAULTS and (cell["length"], cell["streams"]) in ((122880, 5), (1800, 1), (1800, 8))
 
 
 def rows_of(cell: dict) -> int:
@@ -57,7 +65,8 @@ def expected(cell: dict) -> float:
     if cell["policy"] == "oracle":
         moved = cost.NOTHING
     ahead = cell["policy"] != "on_demand"
-    return requests / cost.step_seconds(load(rows_of(cell)), H200, requests, cell["length"], moved, prefetch=ahead)
+    work = load(rows_of(cell), budget=cell["budget"])
+    return requests / cost.step_seconds(work, H200, requests, cell["length"], moved, prefetch=ahead)
 
 
 def name(run_and_cell) -> str:
@@ -88,9 +97,10 @@ def test_the_band_before_the_start():
         (cell,) = (
             cell
             for run, cell in measured()
-            if run == CALIBRATED and cell["policy"] == "default" and cell["streams"] == requests
+            if run == DEFAULTS and cell["policy"] == "default" and (cell["streams"], cell["length"]) == (requests, 32768)
         )
-        high, low = (cost.tokens_per_second(load(), H200, c, requests, 32768, 7646) for c in (cost.HIGH, cost.LOW))
+        work = load(budget=1536)
+        high, low = (cost.tokens_per_second(work, H200, c, requests, 32768, 8505) for c in (cost.HIGH, cost.LOW))
         assert f"{high:.0f} to {low:.0f}" in guide and f"measured {cell['tokens_per_second']:.0f}" in guide
         assert 0.8 * high < cell["tokens_per_second"] < 1.25 * low
 

@@ -57,7 +57,7 @@ PAIRS = [
 def test_ten_pairs(pair):
     model, gpu, tp, host, context, requests, plain = pair
     more = {"max_running_requests": 400, "config": '{"residency": "all", "rows": 2}'}
-    result = command.plan(options(model, gpu, tp=tp, host=host, context=context, **more))
+    result = command.plan(options(model, gpu, tp=tp, host=host, context=context, budget=2048, **more))
     plan, memory = result["plan"], result["gpu_memory"]
     check(plan, memory)
     shape = model_shape.read(str(MODELS / f"{model}.json"), SparseKVConfig())
@@ -158,7 +158,7 @@ def test_more_gpu_memory_is_never_slower(model, gpu, tp, memory, host, budget, r
 def judged(result: dict[str, Any], model: str, tp: int, host: int) -> float:
     """What the chosen split is worth by the planner's own measure."""
     plan = result["plan"]
-    config = SparseKVConfig.from_dict({"rows": plan.rows, "residency": plan.residency})
+    config = SparseKVConfig.from_dict({"budget": 2048, "rows": plan.rows, "residency": plan.residency})
     shape = model_shape.read(str(MODELS / f"{model}.json"), config)
     geometry = shape.geometry(config, 16, tp, shape.context)
     device = devices.find(result["gpu"])
@@ -291,9 +291,10 @@ def test_the_batch_is_the_fastest_one():
         assert plan.max_running_requests == requests and not any("that fit" in reason for reason in plan.reasons)
         return sum(at(plan.estimates, 32768)["tokens_per_second"])
 
-    # Beyond 22 requests of 32K tokens the host pool is full, so that the estimate speaks of fewer.
+    # Beyond 22 requests of 32K tokens the host pool is full, so that the estimate speaks of 22, with a few slots less.
     speeds = {n: mean_speed(n) for n in (4, 12, best.max_running_requests, 22)}
-    assert max(speeds, key=lambda n: speeds[n]) == best.max_running_requests
+    assert speeds[best.max_running_requests] >= 0.999 * max(speeds.values())
+    assert speeds[12] < 0.95 * speeds[best.max_running_requests]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class SparseKVConfig:
         record: a file that every decode step's selections are written to, for studies; "" for none. Needs debug.
     """
 
-    budget: int = 2048
+    budget: int = 1536
     host_memory: int | str = "auto"
     guide: str = "resync"
     rows: str | int = "auto"

@@ -64,11 +64,11 @@ LOW = MissCurve(
 )
 HIGH = MissCurve(
     "high",
-    ((2.59, 0.0818), (3.56, 0.0408), (7.12, 0.0122), (14.25, 0.0059)),
-    0.49,
-    1.39,
+    ((3.79, 0.0704), (5.21, 0.044), (10.4, 0.0118)),
+    0.38,
+    1.24,
     0.24,
-    "8B shape, 32K tokens, positions beyond the model's training, temperature 0.6",
+    "8B shape, 32K tokens, positions beyond the model's training, temperature 0.6, budget 1536",
 )
 CURVES = (LOW, HIGH)
 
