@@ -149,3 +149,14 @@ def test_a_chart_places_its_points():
         chart.lines("A", "x", "y", {"one": []})
     with pytest.raises(ValueError, match="x <= 0"):
         chart.lines("A", "x", "y", {"one": [(0, 1)]}, log_x=True)
+    with pytest.raises(ValueError, match="y <= 0"):
+        chart.lines("A", "x", "y", {"one": [(1, 0)]}, log_y=True)
+
+
+def test_a_chart_of_small_values_has_its_decades_and_no_label_on_another():
+    series = {"one": [(1, 0.003), (1000, 0.03), (1001, 0.3)]}
+    drawn = ElementTree.fromstring(chart.lines("A", "x", "y", series, log_y=True))
+    heights = [float(spot.split(",")[1]) for spot in drawn.find("{*}polyline").get("points").split()]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2) and heights[0] > heights[1]
+    said = [text.text for text in drawn.findall("{*}text")]
+    assert said[3:] == ["0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "1000", "one"]

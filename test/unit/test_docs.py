@@ -235,6 +235,7 @@ EVIDENCE = (
     (r"python -m benchmark\.soak\.run", _E2E + "soak.py::test_half_a_minute_of_agents"),
     (r"python -m benchmark\.quality\.recall", _UNIT + "recall.py::test_the_command"),
     (r"python -m benchmark\.quality\.grid", _UNIT + "answers.py::test_the_grid_continues_where_it_stopped"),
+    (r"python -m benchmark\.quality\.plot", _UNIT + "quality_plot.py::test_the_command"),
     (r"python -m benchmark\.quality\.fidelity", _E2E + "benchmark.py::test_scores_are_compared"),
     (r"python -m benchmark\.serving\.(run|table)", _E2E + "benchmark.py::test_the_benchmark_measures_a_running_server"),
     (r"python -m benchmark\.serving\.prefill", _E2E + "benchmark.py::test_first_tokens_are_measured"),
