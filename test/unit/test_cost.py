@@ -97,7 +97,7 @@ def test_the_band_before_the_start():
         (cell,) = (
             cell
             for run, cell in measured()
-            if run == DEFAULTS and cell["policy"] == "default" and (cell["streams"], cell["length"]) == (requests, 32768)
+            if (run, cell["policy"], cell["streams"], cell["length"]) == (DEFAULTS, "default", requests, 32768)
         )
         work = load(budget=1536)
         high, low = (cost.tokens_per_second(work, H200, c, requests, 32768, 8505) for c in (cost.HIGH, cost.LOW))
