@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("timeline.json"), help="for ui.perfetto.dev")
     parser.add_argument("--svg", type=Path, help="also draw a picture of the first layers of the last step")
     parser.add_argument("--svg-layers", type=int, default=6)
+    parser.add_argument("--title", help="of the picture")
     options = parser.parse_args(argv)
     try:
         run(options)
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> None:
     if options.svg:
         last = max(event.step for event in events)
         title = f"{about.get('device', 'profile')}, {about.get('requests', '?')} request(s): layers of one decode step"
+        title = options.title or title
         options.svg.write_text(draw.svg(events, last, 0, options.svg_layers, title))
         print(f"picture in {options.svg}")
 

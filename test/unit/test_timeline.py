@@ -92,7 +92,7 @@ def test_operations_of_the_cpu_engine_name_themselves(tmp_path):
 def test_the_command_converts_a_profile(tmp_path, capsys):
     packed, out, picture = tmp_path / "rank-TP-0.trace.json.gz", tmp_path / "out.json", tmp_path / "out.svg"
     packed.write_bytes(gzip.compress(json.dumps(gpu_profile(layers=4, steps=2)).encode()))
-    arguments = ["--profile", str(packed), "--out", str(out), "--svg", str(picture)]
+    arguments = ["--profile", str(packed), "--out", str(out), "--svg", str(picture), "--title", "two <steps>"]
     assert main(arguments) == 1 and "add --layers" in capsys.readouterr().err
     assert main([*arguments, "--layers", "4"]) == 0
     assert "2 steps in" in capsys.readouterr().out
@@ -100,7 +100,8 @@ def test_the_command_converts_a_profile(tmp_path, capsys):
     names = [row["args"]["name"] for row in trace["traceEvents"] if row["name"] == "thread_name"]
     assert names == list(lanes.LANES) and trace["otherData"]["summary"]["model"] > 0
     assert all(row["dur"] > 0 and row["ts"] >= 0 for row in trace["traceEvents"] if row["ph"] == "X")
-    assert len(xml.etree.ElementTree.parse(picture).getroot()) > 30
+    drawn = xml.etree.ElementTree.parse(picture).getroot()
+    assert len(drawn) > 30 and any(element.text == "two <steps>" for element in drawn)
 
 
 def test_a_picture_of_a_layer_that_is_not_there_is_refused():
