@@ -81,7 +81,23 @@ def test_gauges_of_the_pool(registry):
     assert found["link_bytes_per_second", None] == 0, "the CPU engine has no link"
     rig.runtime.plan = dataclasses.replace(rig.runtime.plan, device="H200")
     exporter.publish(rig.runtime, STATS)
-    assert samples(registry)["link_bytes_per_second", None] == devices.find("H200").link > 10e9
+    link = devices.find("H200").link
+    assert samples(registry)["link_bytes_per_second", None] == link > 10e9
+
+
+def test_how_long_the_link_was_busy(registry):
+    rig, exporter = running(), prometheus.Exporter(collector(registry))
+    rig.decode([1, 2])
+    exporter.publish(rig.runtime, STATS)
+    assert samples(registry)["link_busy_seconds_total", None] == 0, "the CPU engine has no link"
+    rig.runtime.plan = dataclasses.replace(rig.runtime.plan, device="H200")
+    rig.runtime.tokens_staged += 1000
+    exporter.publish(rig.runtime, STATS)
+    summary = rig.runtime.summary()
+    moved = summary["total"]["bytes_in"] + summary["bytes_staged"]
+    assert summary["total"]["bytes_in"] > 0 < summary["bytes_staged"]
+    seconds = samples(registry)["link_busy_seconds_total", None]
+    assert seconds == summary["link_busy_seconds"] == pytest.approx(moved / devices.find("H200").link)
 
 
 def test_a_reset_does_not_take_back_what_was_counted(registry):

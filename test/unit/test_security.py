@@ -70,7 +70,12 @@ def test_every_slot_that_can_be_handed_out_is_a_place_in_the_pool(page, pages):
     assert slots is not None and allocator.alloc(page) is None
     found = torch.unique(slots // page)
     assert found.tolist() == list(range(1, size // page + 1))
-    places = runtime.host.shape[1], runtime.landmarks.shape[1], *(b.slot_of.shape[1] for b in runtime.cache.buffers())
+    places = (
+        runtime.host.shape[1],
+        runtime.landmarks.codes.shape[1],
+        runtime.landmarks.scales.shape[1],
+        *(b.slot_of.shape[1] for b in runtime.cache.buffers()),
+    )
     assert int(found.max()) < min(places) and set(places) == {rig.geometry.num_pages}
 
 

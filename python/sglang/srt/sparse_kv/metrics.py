@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.sparse_kv import devices
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, HIT, MISSED, PREFETCHED, SELECTED, USEFUL
 from sglang.srt.sparse_kv.variants import Variant
 
@@ -58,7 +59,7 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
     fetched on the critical path; prefetched / useful / wasted: units fetched ahead, of these selected before they
     left, and not; evicted: entries that made room; bytes_in: bytes brought from the host for decode; stall_seconds: how
     long steps waited for missing units. Of all layers together: bytes_stored, written to the host; bytes_staged,
-    brought from there for prefill.
+    brought from there for prefill; link_busy_seconds, what both fetches take at the plan's rate of the link.
     """
     table, stalled, (right, guesses) = runtime.read(runtime.cache.counters, runtime.cache.stalled, runtime.guide_hits)
     rows = layers(runtime, table, stalled)
@@ -75,6 +76,7 @@ def summary(runtime: SparseKVRuntime) -> dict[str, Any]:
         "layers": rows,
         "bytes_stored": runtime.tokens_stored * token_bytes(runtime),
         "bytes_staged": runtime.tokens_staged * token_bytes(runtime),
+        "link_busy_seconds": link_seconds(runtime, total["bytes_in"]),
         "cache_occupancy": occupancy(runtime),
         "policy": dataclasses.asdict(runtime.policy),
         "plan": runtime.plan.as_dict(),
@@ -88,6 +90,12 @@ def of_rank(summary: dict[str, Any]) -> dict[str, Any]:
     names = ("steps", "guide_hits", "guides", "bytes_stored", "bytes_staged", "total", "cache_occupancy", "policy")
     plan = summary["plan"]
     return {name: summary[name] for name in names} | {name: plan[name] for name in ("slots", "host_tokens")}
+
+
+def link_seconds(runtime: SparseKVRuntime, bytes_in: int) -> float:
+    """Seconds in which the link brings `bytes_in` for decode, and what prefill had staged; 0 without a GPU."""
+    device = devices.find(runtime.plan.device)
+    return (bytes_in + runtime.tokens_staged * token_bytes(runtime)) / device.link if device else 0.0
 
 
 def token_bytes(runtime: SparseKVRuntime) -> int:

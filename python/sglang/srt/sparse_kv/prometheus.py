@@ -36,6 +36,7 @@ COUNTERS = {
     "guide_hits": ("guide_hits_total", "Guesses that were the next token."),
     "bytes_stored": ("stored_bytes_total", "Bytes of keys and values written to host memory."),
     "bytes_staged": ("staged_bytes_total", "Bytes brought from host memory for prefill."),
+    "link_busy_seconds": ("link_busy_seconds_total", "Seconds that both take at the link's rate; 0 without a GPU."),
 }
 GAUGES = {
     "cache_occupancy": ("cache_occupancy", "Share of the page cache's slots that hold a page."),
@@ -78,10 +79,12 @@ class Exporter:
         """stats: SGLang's ``SchedulerStats``, for what its allocator knows."""
         cache = runtime.cache
         table, stalled, (right, guesses) = runtime.read(cache.counters, cache.stalled, runtime.guide_hits)
-        for layer, row in enumerate(metrics.layers(runtime, table, stalled)):
+        rows = metrics.layers(runtime, table, stalled)
+        for layer, row in enumerate(rows):
             for key, counter in self._layered.items():
                 self._raise_to(counter, key, row[key], layer)
         token = metrics.token_bytes(runtime)
+        size, device = runtime.plan.host_tokens, devices.find(runtime.plan.device)
         values = {
             "steps": sum(runtime.steps.values()),
             "one_row": runtime.steps[Variant.ONE_ROW],
@@ -90,14 +93,14 @@ class Exporter:
             "guide_hits": right,
             "bytes_stored": runtime.tokens_stored * token,
             "bytes_staged": runtime.tokens_staged * token,
+            "link_busy_seconds": metrics.link_seconds(runtime, sum(row["bytes_in"] for row in rows)),
         }
         for key, counter in self._counters.items():
             self._raise_to(counter, key, values[key])
-        size, link = runtime.plan.host_tokens, devices.find(runtime.plan.device)
         gauges = {
             "cache_occupancy": metrics.occupancy(runtime),
             "cache_slots": cache.usable,
-            "link_bytes": link.link if link else 0,
+            "link_bytes": device.link if device else 0,
             "host_pool_bytes": runtime.plan.host_bytes,
             "host_pool_usage": (size - stats.kv_available_tokens) / size,
         }
