@@ -122,3 +122,15 @@ def test_a_survivor_does_not_notice(sparse: Server):
     stream.close()
     thread.join(120)
     assert found and found[0].ids == alone.ids
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(sparse: Server):
+    """SGLang looks them up in the embeddings, which ends it."""
+    for wrong in (-1, 49152, 2**40):
+        for path, body in (
+            ("/generate", {"input_ids": [504, wrong]}),
+            ("/generate", {"input_ids": [[504, 3575], [wrong]]}),
+            ("/v1/completions", {"model": "served", "prompt": [504, wrong]}),
+        ):
+            reply = requests.post(sparse.url + path, json=body, timeout=60)
+            assert reply.status_code == 400 and f"token id {wrong} and this model knows 0 to 49151" in reply.text

@@ -289,6 +289,24 @@ def test_memory_is_kept_by_servers_with_sparse_kv(model):
     assert released == ["all"]
 
 
+@pytest.mark.parametrize("wrong", [-1, -(2**62), 100, 2**62])
+def test_token_ids_that_the_model_does_not_know_are_refused(model, wrong):
+    checked = []
+
+    def ask(server_args, ids):
+        manager = types.SimpleNamespace(server_args=server_args, model_config=types.SimpleNamespace(vocab_size=100))
+        launch.known_tokens(lambda self, obj, input_ids: checked.append(input_ids), manager, None, ids)
+
+    dense, sparse = ServerArgs(model_path=model), ServerArgs(model_path=model, sparse_kv="dualdecoder")
+    with pytest.raises(ValueError, match=rf"^sglang-dualdecoder: .* token id {wrong} and .* 0 to 99; [^\n]+\.$"):
+        ask(sparse, [3, wrong, 5])
+    right = [[0, 99], [], None]
+    for ids in right:
+        ask(sparse, ids)
+    ask(dense, [wrong])
+    assert checked == [*right, [wrong]]
+
+
 # ------------------------------------------------------------ inside a scheduler
 
 

@@ -68,6 +68,19 @@ async def keep_memory(original: Callable, self: Any, obj: Any, request: Any = No
     await original(self, obj, request)
 
 
+def known_tokens(original: Callable, self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """AROUND ``TokenizerManager._validate_one_request``: ids of a prompt lie within the vocabulary."""
+    if input_ids and config_of(self.server_args) is not None:
+        size = self.model_config.vocab_size
+        for bound in (min(input_ids), max(input_ids)):
+            if not 0 <= bound < size:
+                raise ValueError(
+                    f"sglang-dualdecoder: the prompt has token id {bound} and this model knows 0 to {size - 1}; "
+                    "send ids of the model's own tokenizer."
+                )
+    original(self, obj, input_ids)
+
+
 # ------------------------------------------------------------ in a scheduler process
 
 

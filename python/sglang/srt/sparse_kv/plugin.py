@@ -129,6 +129,15 @@ HOOKS = (
         for what in ("release", "resume")
     ),
     Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.AROUND,
+        LAUNCHER,
+        ("self", "obj", "input_ids"),
+        "launch:known_tokens",
+        "refuses token ids that the model does not know; SGLang has the check and does not call it",
+        "one request with such an id ends the server: it is looked up in the embeddings",
+    ),
+    Hook(
         "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         HookType.REPLACE,
         SCHEDULER,
