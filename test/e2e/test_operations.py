@@ -1,4 +1,4 @@
-"""What an operator does while requests run: flush, pause, memory. It works, or a sentence refuses it."""
+"""What an operator does while requests run: flush, pause, new weights, memory. It works, or a sentence refuses it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import requests
+import tiny_models
+from checks import assert_same_tokens
 from serving import Answer, Server
-from texts import question
+from texts import chat, question
 
 PROMPT = question("licence", 1500, 4000)
 TOKENS = 40
@@ -101,3 +104,48 @@ def test_memory_is_not_released(sparse: Server, alone: Answer, what: str, busy: 
     text = refused.json()["error"]["message"]
     assert text.startswith("sglang-dualdecoder: ") and text.endswith(".") and "\n" not in text
     assert sparse.ask(PROMPT, TOKENS, ignore_eos=True).ids == alone.ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["qwen2"], indirect=True)
+def test_new_weights(served: Server, fleet, demo_model: str, tmp_path: Path):
+    """No page of the old weights is read with the new ones, and the old ones give the old text again."""
+    old = tiny_models.make("qwen2", fleet.folder, demo_model)
+    new = tiny_models.make("qwen2", tmp_path, demo_model, seed=2)
+    prompts = [PROMPT, chat("Name a river.")]
+    served.policy(budget=128, check=True)
+    before = served.ask_each(prompts, 24)
+
+    def update(path: str, **options) -> None:
+        reply = call(served, "/update_weights_from_disk", model_path=path, **options)
+        assert reply.ok and reply.json()["success"], reply.text
+
+    update(new)
+    assert served.ask(PROMPT, 24).cached_tokens == 0
+    after = served.ask_each(prompts, 24)
+    assert all(a.ids != b.ids for a, b in zip(before, after))
+    with running(served) as replies:
+        update(old)  # waits until nothing runs
+    assert len(ids(replies)) == TOKENS
+    assert_same_tokens(served.ask_each(prompts, 24), before, "with the old weights again")
+    with running(served) as replies:
+        update(old, abort_all_requests=True)
+    assert replies[-1]["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    # Paused in place: what runs keeps its pages, so they must not be flushed.
+    with running(served) as replies, paused(served, "in_place"):
+        update(old, flush_cache=False)
+    assert len(ids(replies)) == TOKENS
+    refused = call(served, "/update_weights_from_disk", model_path=str(tmp_path / "nowhere"))
+    assert refused.status_code == 400 and not refused.json()["success"]
+    assert_same_tokens(served.ask_each(prompts, 24), before, "after all of it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_new_weights_may_not_flush_what_is_paused(served: Server, fleet, demo_model: str, mode: str):
+    path = tiny_models.make("qwen2", fleet.folder, demo_model)
+    with running(served) as replies, paused(served, mode):
+        refused = call(served, "/update_weights_from_disk", model_path=path)
+    assert refused.status_code == 400 and "flush_cache" in refused.json()["message"]
+    assert len(ids(replies)) == TOKENS

@@ -13,18 +13,18 @@ NAMES = ("qwen2", "qwen3", "mistral")
 EIGHT_HEADS = "tp8"  # the demo model's function with 8 KV heads instead of 3; the shape's name
 
 
-def make(name: str, folder: Path, demo_model: str) -> str:
-    """Saves the model of that name, which has the demo model's tokenizer; returns its path."""
+def make(name: str, folder: Path, demo_model: str, seed: int = 1) -> str:
+    """Saves the model of that name, which has the demo model's tokenizer; returns its path. seed: of random weights."""
     if name == EIGHT_HEADS:
         path = folder / name
         command = [sys.executable, "-m", "benchmark.models.inflate", demo_model, str(path)]
         command += ["--shape", name, "--dtype", "float32"]  # does nothing where it is there
         subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[2], capture_output=True)
         return str(path)
-    return _random(name, folder, demo_model)
+    return _random(name, folder, demo_model, seed)
 
 
-def _random(name: str, folder: Path, tokenizer: str) -> str:
+def _random(name: str, folder: Path, tokenizer: str, seed: int) -> str:
     import torch
     from transformers import AutoTokenizer, MistralConfig, Qwen2Config, Qwen3Config, set_seed
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -52,7 +52,7 @@ def _random(name: str, folder: Path, tokenizer: str) -> str:
     }
     path = folder / f"tiny-{name}"
     if not path.exists():
-        set_seed(1)
+        set_seed(seed)
         model = AutoModelForCausalLM.from_config(kinds[name](), dtype=torch.float32)
         with torch.no_grad():
             # What transformers leaves at zero or one would hide that it is forgotten: biases and norms.
