@@ -43,6 +43,7 @@ def _slots(geometry: Geometry) -> int:
 
 
 _TINY = ("qwen2", "qwen3", "mistral")
+_TINY_CONFIG = {"budget": 2048, "debug": True, "cache_memory": "200MB"}
 
 _RANKS = ("--tp-size", "2")
 _EIGHT = pool(16384, 4)
@@ -85,9 +86,9 @@ KINDS: dict[str, Kind] = {
         model="qwen2",
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"},
     ),
+    # Requests end when they have run, or waited, for too long.
+    "overdue": Kind(pool(16384, 16), _TINY_CONFIG, "qwen2", {"SGLANG_REQ_RUNNING_TIMEOUT": "5"}),
+    "queueing": Kind(pool(8192, 1), _TINY_CONFIG, "qwen2", {"SGLANG_REQ_WAITING_TIMEOUT": "1"}),
     **{f"plain-{name}": Kind(pool(8192, 4), model=name) for name in _TINY},
-    **{
-        name: Kind(pool(8192, 4), {"budget": 2048, "debug": True, "cache_memory": "200MB"}, model=name)
-        for name in _TINY
-    },
+    **{name: Kind(pool(8192, 4), _TINY_CONFIG, model=name) for name in _TINY},
 }

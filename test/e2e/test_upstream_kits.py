@@ -1,9 +1,6 @@
 """SGLang's own test kits, from the installed package, against our server.
 
-What is not here, and why: spec_decoding_kit and the accuracy kits (eval, hellaswag, lm_eval, mmmu, reasoning) judge a
-model's answers or an accept length, which is one token here by design; streaming_session_kit needs a flag that is
-refused; unified_radix_cache_kit and prefix_cache_branching_kit are for hybrid models' caches; fwd_occupancy_kit
-measures a GPU; spec_server_kits bring servers of their own, for models that are not here.
+docs/reliability.md lists those that are not here, and why.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import unittest
 import pytest
 import requests
 from sglang.test.kits import radix_cache_server_kit
-from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin, WaitingTimeoutMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
@@ -21,6 +18,7 @@ from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from sglang.test.kits.spec_server_kits import SpecLogprobKit
 
 
 class Alive:
@@ -36,7 +34,10 @@ class Alive:
 class Kit(unittest.TestCase):
     @pytest.fixture(autouse=True)
     def _server(self, sparse, demo_model):
-        self.base_url, self.model, self.process = sparse.url, demo_model, Alive(sparse)
+        self._use(sparse, demo_model)
+
+    def _use(self, server, model):
+        self.base_url, self.model, self.process = server.url, model, Alive(server)
 
 
 class TestContract(BasicAPIContractMixin, Kit):
@@ -58,7 +59,12 @@ class TestPause(PauseResumeInPlaceMixin, Kit):
 
 @pytest.mark.slow
 class TestStops(MatchedStopMixin, Kit):
-    test_finish_stop_eos = None  # names another model's tokens; test_requests.py ends texts by this one's
+    test_finish_stop_eos = None  # names another model's tokens; test_sampling_features.py ends texts by this one's
+
+    def test_finish_stop_str(self):
+        """With a string that this model says: it writes a thousand tokens without the kit's new line."""
+        for ask in (self._run_completions_generation, self._run_chat_completions_generation):
+            ask(max_tokens=200, stop=" the", finish_reason="stop", matched_stop=" the")
 
 
 @pytest.mark.slow
@@ -79,6 +85,31 @@ class TestEBNF(EBNFConstrainedMixin, Kit):
 @pytest.mark.slow
 class TestStress(BasicSchedulerStressMixin, Kit):
     test_long_prompt = None  # 8000 tokens are more than this model takes; test_long_contexts.py has 7000
+
+
+@pytest.mark.slow
+class TestSpeculativeLogprobs(SpecLogprobKit, Kit):
+    logprob_match_delta = 1e-3  # float32
+
+    @pytest.fixture(autouse=True)
+    def _server(self, qwen2, demo_model):
+        self._use(qwen2, demo_model)
+
+
+@pytest.mark.slow
+class TestOverdue(RunningTimeoutTwoWaveMixin, Kit):
+    """Both waves run into a limit of five seconds, at different steps."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, overdue, demo_model):
+        self._use(overdue, demo_model)
+
+
+@pytest.mark.slow
+class TestQueueing(WaitingTimeoutMixin, Kit):
+    @pytest.fixture(autouse=True)
+    def _server(self, queueing, demo_model):
+        self._use(queueing, demo_model)
 
 
 @pytest.mark.slow
