@@ -137,7 +137,7 @@ class Server:
             start_new_session=True,
         )
         self._http = requests.Session()
-        self._seen = 0  # bytes of the log that were found clean
+        self._seen = 0  # bytes of the log that were looked at
         try:
             self._wait_ready()
         except BaseException:
@@ -300,12 +300,17 @@ class Server:
         self.wait_idle()
         time.sleep(0.3)
         self.check_alive()
+        new = self.news()
+        for bad in BAD_LOG:
+            assert bad not in new, f"{self.name} logged {bad!r}:\n{new[-3000:]}"
+
+    def news(self) -> str:
+        """What was logged since the last look."""
         with self.log_path.open(errors="replace") as log:
             log.seek(self._seen)
             new = log.read()
             self._seen = log.tell()
-        for bad in BAD_LOG:
-            assert bad not in new, f"{self.name} logged {bad!r}:\n{new[-3000:]}"
+        return new
 
 
 def _as_number(name: str, value: Any) -> float:
