@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a silent request hangs")
     parser.add_argument("--without", nargs="*", default=[], help="kinds of traffic to leave out, such as form")
     parser.add_argument("--inexact", action="store_true", help="for half precision, where batches round differently")
-    parser.add_argument("--log", type=Path, help="the server's log, searched for tracebacks and leaks")
+    parser.add_argument("--log", type=Path, help="the server's log: what it gains is searched for tracebacks and leaks")
     parser.add_argument("--output", type=Path, help="the same JSON, with all samples")
     options = parser.parse_args(words)
     if options.url:
@@ -60,6 +60,7 @@ def main(words: list[str] | None = None) -> int:
 
 def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the traffic and returns what was seen; `complaints` is empty when all is well."""
+    logged = options.log.stat().st_size if options.log else 0
     plan = server.state(url)["sparse_kv"]["plan"]
     longest = options.longest or min(plan["host_tokens"], plan["max_context"]) // 8
     # Documents first, in the same order for every seed: they are what requests share.
@@ -83,7 +84,7 @@ def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - start
     watch.stop()
     found = verdict(watch.samples, options.growth, options.drop)
-    complaints = [*found.pop("complaints"), *tally.failures, *afterwards(url, first, options)]
+    complaints = [*found.pop("complaints"), *tally.failures, *afterwards(url, first, options, logged)]
     return {
         "seconds": round(seconds, 1),
         "clients": options.clients,
@@ -97,8 +98,11 @@ def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def afterwards(url: str, client: Client, options: argparse.Namespace) -> list[str]:
-    """What is wrong with an idle server: tokens still in use, answers that changed, complaints in its log."""
+def afterwards(url: str, client: Client, options: argparse.Namespace, logged: int) -> list[str]:
+    """What is wrong with an idle server: tokens still in use, answers that changed, complaints in its log.
+
+    logged: bytes of the log from before the traffic.
+    """
     give_up = time.monotonic() + IDLE_SECONDS
     while True:
         server.state(url)  # wakes a sleeping scheduler
@@ -118,7 +122,7 @@ def afterwards(url: str, client: Client, options: argparse.Namespace) -> list[st
     ranks = [(rank["free_tokens"], rank["host_tokens"]) for rank in server.state(url)["sparse_kv"]["ranks"]]
     wrong += [f"{free} tokens are free of {total}" for free, total in ranks if free != total]
     if options.log:
-        text = options.log.read_text(errors="replace")
+        text = options.log.read_bytes()[logged:].decode(errors="replace")
         wrong += [f"the log has {bad!r}" for bad in BAD_LOG if bad in text]
     return wrong
 
