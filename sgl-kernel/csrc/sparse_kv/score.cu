@@ -1,53 +1,20 @@
 // Scores of candidate pages: every query head of both rows against the landmarks, each landmark read once.
 //
-// Work is cut into chunks of kChunk logical pages of one (request, kv head), counted from page 0, whatever the batch: a
-// request's result does not depend on its neighbours. Where the device has a block for every chunk that the tables have
-// room for, the block's warps share its pages; a chunk without candidates ends at once. Otherwise a warp takes a chunk at a
-// time; chunks without candidates do not exist, so a captured launch costs what the lengths of the moment need. Sums are
-// taken over 16 pages and then joined in order, so both ways give the same bits. Logits are kept in base 2 and not yet
+// Work is cut into chunks (score_chunks.cuh). Where the device has a block for every chunk that the tables have room for,
+// the block's warps share its pages; a chunk without candidates ends at once. Otherwise a warp takes a chunk at a time;
+// chunks without candidates do not exist, so a captured launch costs what the lengths of the moment need. Sums are taken
+// over 16 pages and then joined in order, so both ways give the same bits. Logits are kept in base 2 and not yet
 // normalised: select needs the sum over all chunks first.
 #include "landmark.cuh"
 #include "ptx.cuh"
+#include "score_chunks.cuh"
 
 #include <type_traits>
 
 namespace skv {
 
-constexpr int kChunk = 64;
 constexpr int kScoreThreads = 128;
 constexpr int kTile = 16;  // pages of a product: a warp's share of a chunk that a block has
-
-// Bounds of one request: chunks [first, first + count) hold a candidate of some row.
-struct Spans {
-  int* start;  // [n + 1] chunks before each request
-  int* first;  // [n]
-};
-
-__device__ __forceinline__ void find_spans(const SkvScore& args, const Spans& spans, BlockScratch& scratch) {
-  int before = 0, n = static_cast<int>(args.n), rows = static_cast<int>(args.rows);
-  for (int base = 0; base < n; base += blockDim.x) {
-    int i = base + threadIdx.x, first = 0, last = 0;
-    if (i < n) {
-      int64_t low = args.table_width, high = 0;
-      for (int r = 0; r < rows; ++r) {
-        int64_t lo = get(args.lo, i * rows + r), hi = min(get(args.hi, i * rows + r), args.table_width);
-        if (lo >= hi) continue;
-        low = min(low, lo);
-        high = max(high, hi);
-      }
-      if (low < high) {
-        first = static_cast<int>(low / kChunk);
-        last = static_cast<int>((high + kChunk - 1) / kChunk);
-      }
-      spans.first[i] = first;
-    }
-    int total, mine = block_scan(last - first, scratch, total);
-    if (i < n) spans.start[i] = before + mine;
-    before += total;
-  }
-  if (threadIdx.x == 0) spans.start[n] = before;
-  __syncthreads();
-}
 
 // Queries in the order in which attention reads them, 16 bytes a thread: by blocks beyond those that score.
 __device__ __forceinline__ void reorder(const SkvView& view, const SkvScore& args) {
@@ -58,55 +25,6 @@ __device__ __forceinline__ void reorder(const SkvView& view, const SkvScore& arg
   if (n >= args.n) return;
   auto* source = static_cast<const char*>(args.q) + (n * rows + row) * args.stride_q * element + head * bytes;
   static_cast<int4*>(args.q_out)[i] = reinterpret_cast<const int4*>(source)[i - line * pieces];
-}
-
-// Chunks for one warp: first the one of its own number, then whichever nobody has taken. Blocks that start late, where
-// other kernels hold multiprocessors, find less to do.
-struct Tickets {
-  int32_t* counters;
-  int items, blocks, warps;
-  int ticket = 0;
-
-  __device__ __forceinline__ bool more() const { return items > warps; }
-  __device__ __forceinline__ void draw() {
-    if (more() && lane_id() == 0) ticket = atomicAdd(counters, 1);
-  }
-  __device__ __forceinline__ int next() const { return more() ? warps + __shfl_sync(kAll, ticket, 0) : items; }
-  // The last block leaves the counters as the next call expects them.
-  __device__ __forceinline__ void finish() const {
-    if (!more()) return;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    __threadfence();
-    if (atomicAdd(counters + 1, 1) != blocks - 1) return;
-    atomicExch(counters, 0);
-    atomicExch(counters + 1, 0);
-  }
-};
-
-struct Item {
-  int n, head, page;  // request, kv head, first logical page of the chunk
-};
-
-// Chunks that the tables of all requests have room for.
-__device__ __forceinline__ int chunks_of(const SkvScore& args) {
-  return static_cast<int>((args.table_width + kChunk - 1) / kChunk);
-}
-
-// All chunks of each (request, kv head) when `every`, those with a candidate otherwise.
-__device__ __forceinline__ Item find_item(const SkvScore& args, const Spans& spans, bool every, int n, int heads, int item) {
-  int chunk = item / heads;
-  if (every) return Item{chunk / chunks_of(args), item % heads, chunk % chunks_of(args) * kChunk};
-  int low = 0, high = n - 1;  // last request that starts at or before the chunk
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (spans.start[middle] <= chunk) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return Item{low, item % heads, (spans.first[low] + chunk - spans.start[low]) * kChunk};
 }
 
 // Maximum and sum of exponentials of a set of base-2 logits.
@@ -327,8 +245,8 @@ __global__ void __launch_bounds__(kScoreThreads, kTiles == 1 ? 4 : 3)
   int requests = static_cast<int>(args.n), heads = static_cast<int>(view.heads), row = lane_id() / 4;
   Spans spans{reinterpret_cast<int*>(shared), reinterpret_cast<int*>(shared) + requests + 1};
   find_spans(args, spans, scratch);
-  int items = spans.start[requests] * heads, blocks = static_cast<int>(args.blocks);
-  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
+  int items = spans.start[requests] * heads;
+  Tickets tickets = tickets_for(args, items);
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {
@@ -380,8 +298,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   auto* queries = reinterpret_cast<float*>(shared + (2 * requests + 1 + 3) / 4 * 16) + warp_id() * kPlainQueries * dim;
   find_spans(args, spans, scratch);
   int items = spans.start[requests] * heads;
-  int blocks = static_cast<int>(args.blocks);
-  Tickets tickets{args.tickets, items, blocks, blocks * static_cast<int>(blockDim.x >> 5)};
+  Tickets tickets = tickets_for(args, items);
   float scale = static_cast<float>(args.scale) * kLog2e;
 
   for (int index = blockIdx.x * (blockDim.x >> 5) + warp_id(); index < items; index = tickets.next()) {

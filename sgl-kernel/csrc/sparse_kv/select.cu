@@ -8,11 +8,10 @@
 //
 // Instructions, barriers and trips to memory take the time. Each thread keeps its candidates in registers, the search ends
 // in one rank that a candidate reaches or not, and what score reads, too, is loaded while score still runs.
-#include "common.cuh"
+#include "score_chunks.cuh"
 
 namespace skv {
 
-constexpr int kChunk = 64;  // pages per partial sum, as score writes them
 constexpr int kBins = 2048;
 constexpr int kRankable = 1024;  // most pages of one bin that are ranked against each other
 constexpr int kMaxGroup = 32;
