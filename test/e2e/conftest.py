@@ -53,27 +53,9 @@ def pair(fleet: Fleet) -> Iterator[Server]:
 
 
 @pytest.fixture
-def qwen2(fleet: Fleet) -> Iterator[Server]:
-    """A small random model, many times faster than the demo model."""
-    yield from _tidy(fleet.server("qwen2"))
-
-
-@pytest.fixture
-def overdue(fleet: Fleet) -> Iterator[Server]:
-    """A server that ends requests which have run for five seconds."""
-    yield from _tidy(fleet.server("overdue"))
-
-
-@pytest.fixture
-def queueing(fleet: Fleet) -> Iterator[Server]:
-    """A server that runs one request and ends those which have waited for a second."""
-    yield from _tidy(fleet.server("queueing"))
-
-
-@pytest.fixture
 def served(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """The server whose name the test gives as this fixture's parameter."""
-    yield from _tidy(fleet.server(request.param))
+    """The server whose name the test gives as this fixture's parameter, or its class as `served_by`."""
+    yield from _tidy(fleet.server(request.param if hasattr(request, "param") else request.cls.served_by))
 
 
 @pytest.fixture

@@ -31,12 +31,11 @@ class Alive:
 
 
 class Kit(unittest.TestCase):
-    @pytest.fixture(autouse=True)
-    def _server(self, sparse, demo_model):
-        self._use(sparse, demo_model)
+    served_by = "sparse"
 
-    def _use(self, server, model):
-        self.base_url, self.model, self.process = server.url, model, Alive(server)
+    @pytest.fixture(autouse=True)
+    def _server(self, served, demo_model):
+        self.base_url, self.model, self.process = served.url, demo_model, Alive(served)
 
 
 class TestContract(BasicAPIContractMixin, Kit):
@@ -77,27 +76,22 @@ class TestStress(BasicSchedulerStressMixin, Kit):
 
 @pytest.mark.slow
 class TestSpeculativeLogprobs(SpecLogprobKit, Kit):
+    served_by = "qwen2"
     logprob_match_delta = 1e-3  # float32
-
-    @pytest.fixture(autouse=True)
-    def _server(self, qwen2, demo_model):
-        self._use(qwen2, demo_model)
 
 
 @pytest.mark.slow
 class TestOverdue(RunningTimeoutTwoWaveMixin, Kit):
     """Both waves run into a limit of five seconds, at different steps."""
 
-    @pytest.fixture(autouse=True)
-    def _server(self, overdue, demo_model):
-        self._use(overdue, demo_model)
+    served_by = "overdue"
 
 
 @pytest.mark.slow
 class TestQueueing(WaitingTimeoutMixin, Kit):
-    @pytest.fixture(autouse=True)
-    def _server(self, queueing, demo_model):
-        self._use(queueing, demo_model)
+    """One request runs at a time, and those which have waited for a second end."""
+
+    served_by = "queueing"
 
 
 @pytest.mark.slow
