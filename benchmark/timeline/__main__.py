@@ -63,9 +63,8 @@ def run(options: argparse.Namespace) -> None:
     print(f"{1 + max(event.step for event in events)} steps in {options.out}: open it at https://ui.perfetto.dev")
     if options.svg:
         last = max(event.step for event in events)
-        title = f"{about.get('device', 'profile')}, {about.get('requests', '?')} request(s): layers of one decode step"
-        title = options.title or title
-        options.svg.write_text(draw.svg(events, last, 0, options.svg_layers, title))
+        said = f"{about.get('device', 'profile')}, {about.get('requests', '?')} request(s): layers of one decode step"
+        options.svg.write_text(draw.svg(events, last, 0, options.svg_layers, options.title or said))
         print(f"picture in {options.svg}")
 
 
