@@ -344,9 +344,10 @@ def bench_prefill() -> None:
     time_us = timed(lambda: cuda_prefill.store_chunk(view, k, v, loc), repeats=10)
     record("store_chunk, 4096 tokens", time_us, size / PCIE * 1e6, f"{size / time_us / 1e3:.1f} GB/s")
     pages = torch.randperm(15000, device=DEVICE)[:256] + 1
-    target = torch.empty((256, HEADS, 2, PAGE, DIM), dtype=DTYPE, device=DEVICE)
+    target = torch.empty((2, HEADS, 256 * PAGE, DIM), dtype=DTYPE, device=DEVICE)
+    plan = cuda_prefill.plan_stage(view, pages)
     for blocks in (2, 4):
-        time_us = timed(lambda b=blocks: cuda_prefill.stage(view, pages, target, blocks=b), repeats=10)
+        time_us = timed(lambda b=blocks: cuda_prefill.stage(view, plan, target, blocks=b), repeats=10)
         record(f"stage 4096 tokens, {blocks} blocks", time_us, size / PCIE * 1e6, f"{size / time_us / 1e3:.1f} GB/s")
 
 

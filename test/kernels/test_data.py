@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from layers import copied, copy_of, make_layer, random_selection, same_fetch, sa
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
+from sglang.srt.sparse_kv.transfer import PlainTransfer, StreamTransfer
 
 STEP = 40
 GRID = list(itertools.product([8, 16, 32], [64, 128], [torch.bfloat16, torch.float16]))
@@ -211,8 +213,10 @@ def test_stage(engine, page_size, dim, dtype, install):
         step = torch.tensor([STEP - 4], dtype=torch.int32)
         to = lambda t: t.to(engine.device)  # noqa: E731
         more = (tokens, step) if install else ()
-        reference_prefill.stage(expected_view, chosen, expected[:, :, : count * page_size], *more)
-        cuda_prefill.stage(view, to(chosen), whole[:, :, : count * page_size], *map(to, more))
+        plan = reference_prefill.plan_stage(expected_view, chosen, *more)
+        reference_prefill.stage(expected_view, plan, expected[:, :, : count * page_size])
+        plan = cuda_prefill.plan_stage(view, to(chosen), *map(to, more))
+        cuda_prefill.stage(view, plan, whole[:, :, : count * page_size])
         ours = whole.cpu()
         if count and install:  # what lies behind the last page's tokens is of no account
             for staged in (ours, expected):
@@ -221,6 +225,48 @@ def test_stage(engine, page_size, dim, dtype, install):
         assert torch.equal(view.counters.cpu(), expected_view.counters)
         same_tables(view, expected_view, before)
         assert count < 17 or (view.counters[-2:] > 0).all()
+
+
+def staged_after_all_plans(engine, view, blocks, order=None) -> list[torch.Tensor]:
+    """[2, H, M*P, D] of each block, int [M] pages: all are planned first, then moved, on a GPU on other streams."""
+    heads, page_size, dim = view.kv.shape[0], view.kv.shape[3], view.kv.shape[4]
+    step = torch.tensor([STEP - 4], dtype=torch.int32, device=engine.device)
+    shapes = [(2, heads, len(pages) * page_size, dim) for pages in blocks]
+    targets = [torch.full(shape, 9.0, dtype=view.kv.dtype, device=engine.device) for shape in shapes]
+    transfer = StreamTransfer(engine.device) if engine.device.type == "cuda" else PlainTransfer()
+    if engine.device.type == "cuda":
+        transfer.submit("before", lambda: torch.cuda._sleep(20_000_000), way="prefix")  # as a block under way
+    plans = []
+    for pages in blocks:
+        full = torch.full_like(pages, page_size)
+        plans.append(transfer.edit(lambda pages=pages, full=full: cuda_prefill.plan_stage(view, pages, full, step)))
+    for block in order or range(len(blocks)):
+        move = partial(cuda_prefill.stage, view, plans[block], targets[block])
+        transfer.submit(("staging", block), move, way="prefix")
+    transfer.join_all()
+    return [target.cpu() for target in targets]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_planned_while_one_is_under_way(engine, seed):
+    """Later blocks take slots that earlier ones read, and ask for units that earlier ones bring: each gets what the
+    host has, and the tables tell the truth. Staged in another order they would not.
+    """
+    engine.seed(seed)
+    random = torch.Generator().manual_seed(seed)
+    blocks = [torch.randperm(59, generator=random)[:count] + 1 for count in (20, 20, 7)]
+    for order in (None, (2, 1, 0)):
+        view = make_layer(seed, engine.device, 3, 30, 60, 16, 64, torch.float16, resident=0.7)
+        found = staged_after_all_plans(engine, view, [pages.to(engine.device) for pages in blocks], order)
+        expected = [view.host[pages].permute(2, 1, 0, 3, 4).reshape(found[i].shape) for i, pages in enumerate(blocks)]
+        right = all(map(torch.equal, found, expected))
+        assert right == (order is None)
+    view = make_layer(seed, engine.device, 3, 30, 60, 16, 64, torch.float16, resident=0.7)
+    staged_after_all_plans(engine, view, [pages.to(engine.device) for pages in blocks])
+    head, page = (view.slot_of >= 0).nonzero(as_tuple=True)
+    held = view.kv[head, view.slot_of[head, page].long()].cpu()
+    assert torch.equal(held, view.host[page.cpu(), head.cpu()])
+    assert int(cuda.check(view)) == 0
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
@@ -248,10 +294,10 @@ def test_refresh(engine, page_size, dim, dtype, install):
 
 def test_stage_refuses_what_it_cannot_fill(engine):
     view = make_layer(0, engine.device, 2, 8, 40, dim=64)
-    pages = torch.arange(3, device=engine.device)
+    plan = cuda_prefill.plan_stage(view, torch.arange(3, device=engine.device))
     for shape in ((3, 2, 2, 16, 64), (2, 2, 32, 64)):
         with pytest.raises(ValueError, match="target must be"):
-            cuda_prefill.stage(view, pages, torch.zeros(shape, dtype=view.kv.dtype, device=engine.device))
+            cuda_prefill.stage(view, plan, torch.zeros(shape, dtype=view.kv.dtype, device=engine.device))
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

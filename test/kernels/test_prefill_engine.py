@@ -19,7 +19,7 @@ def test_prefills_agree(engine, residency, slots, staging):
     if engine.device.type == "cuda":
         pytest.skip("the rig lives on the CPU")
     rigs = [Rig(seed=1, layers=2, pages=90, context=300, requests=3, residency=residency) for _ in range(2)]
-    ours = {name: getattr(cuda_prefill, name) for name in ("stage", "store_chunk", "refresh")}
+    ours = {name: getattr(cuda_prefill, name) for name in ("plan_stage", "stage", "store_chunk", "refresh")}
     attention = {name: getattr(reference_attention, name) for name in ("attend_block", "merge")}
     rigs[1].runtime.ops = SimpleNamespace(**ours, **attention)
     for rig in rigs:

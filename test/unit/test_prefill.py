@@ -12,7 +12,8 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.ops import reference_attention
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE
-from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS
+from sglang.srt.sparse_kv.runtime import LONG_UNUSED
+from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS, DelayedTransfer, Transfer
 from sparse_rig import SCALE, Rig, dense
 
 PAGE = 8
@@ -110,6 +111,66 @@ def test_one_batch_of_many_kinds(blocks, transfer):
     rig.runtime.cache.check()
     rig.extend({5: 1, 4: PAGE, 2: 2})
     rig.decode([1, 2, 3, 4, 5])
+
+
+def one_brings_what_the_other_reads(transfer: Transfer) -> None:
+    """Two requests on one prefix, of which nothing is resident: the second finds the slots that the first was given."""
+    rig = Rig(seed=14, layers=2, pages=60, context=300, requests=3)
+    rig.start(1)
+    rig.extend({1: 4 * PAGE})
+    for req in (2, 3):
+        rig.fork(req, 1, 4 * PAGE)
+    rig.runtime.flush()
+    for buffer in rig.runtime.cache.buffers():
+        buffer.kv.fill_(float("nan"))
+    rig.runtime.transfer, before = transfer, counters(rig)
+    rig.extend({2: 3, 3: 5})
+    units = {name: value - before[name] for name, value in counters(rig).items()}
+    assert units["prefix_host"] == units["prefix_cache"] == 2 * 2 * 4
+    rig.decode([2, 3])
+
+
+def one_takes_the_slots_that_the_other_is_read_from(transfer: Transfer) -> None:
+    """The first block is resident and old; the second is not, and slots are few."""
+    rig = Rig(seed=15, layers=2, pages=90, context=400, requests=2)
+    slots = rig.runtime.shape.width
+    small_blocks(rig, slots).runtime.apply_policy({"cache_slots": slots})
+    rig.start(1)
+    rig.extend({1: 2 * slots * PAGE})
+    rig.runtime.flush()
+    rig.fork(2, 1, slots * PAGE)
+    rig.extend({2: 1})
+    for _ in range(2 * LONG_UNUSED):
+        rig.runtime.tick()
+    rig.runtime.transfer, before = transfer, rig.runtime.cache.views[0].page_of.clone()
+    rig.extend({1: 1})
+    changed = (rig.runtime.cache.views[0].page_of != before).sum()
+    assert changed > 2 * (slots - 2), "the second took what the first had"
+    rig.decode([1])
+
+
+CROSSINGS = one_brings_what_the_other_reads, one_takes_the_slots_that_the_other_is_read_from
+
+
+@pytest.mark.parametrize("transfer", sorted(set(CPU_TRANSFERS) - {"oracle", "broken"}))
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_tables_may_be_ahead_of_what_moves(crossing, transfer):
+    for seed in range(8):
+        crossing(CPU_TRANSFERS[transfer](seed))
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_moves_in_another_order_than_their_edits_are_wrong_text(crossing):
+    """Would miss nothing: the outputs say so."""
+
+    class Careless(DelayedTransfer):
+        def submit(self, lane, copy, urgent=False, way="ahead"):
+            super().submit(lane, copy, urgent, way)
+            if way == "prefix" and len(staged := [owner for owner, _ in self.pending if owner[0] == "staging"]) == 2:
+                self.join(staged[1])
+
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        crossing(Careless())
 
 
 @pytest.mark.parametrize("order", ["up", "down", "far apart"])

@@ -21,10 +21,12 @@ from sglang.srt.sparse_kv.transfer import (
 HONEST = sorted(set(CPU_TRANSFERS) - {"oracle", "broken"})
 LANES = (0, 3, ("staging", 0), ("staging", 1))
 
+WAYS = ("ahead", "prefix", "within", "out")
+
 # A script: submit to a lane, join a lane, or join all.
 SCRIPTS = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), st.sampled_from(LANES), st.booleans()),
+        st.tuples(st.just("submit"), st.sampled_from(LANES), st.booleans(), st.sampled_from(WAYS)),
         st.tuples(st.just("join"), st.sampled_from(LANES)),
         st.tuples(st.just("join_all")),
     ),
@@ -42,7 +44,7 @@ def test_every_copy_lands_once_and_before_its_join_returns(name, script, seed):
     for number, (action, *rest) in enumerate([*script, ("join_all",)]):
         if action == "submit":
             lane_of[number] = rest[0]
-            transfer.submit(rest[0], lambda number=number: landed.append(number), urgent=rest[1])
+            transfer.submit(rest[0], lambda number=number: landed.append(number), urgent=rest[1], way=rest[2])
         else:
             lanes = rest or LANES
             getattr(transfer, action)(*rest)
@@ -83,6 +85,34 @@ def test_reordered_is_an_order_of_its_seed():
     assert run(ReorderedTransfer(4), [0] * 8) == run(ReorderedTransfer(4), [0] * 8)
 
 
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prefix_is_edited_and_copied_in_order(name, seed):
+    """A block's slots may be those that the one before it is read from."""
+    transfer = CPU_TRANSFERS[name](seed)
+    edits: list[int] = []
+    copies: list[int] = []
+    for number in range(8):  # two lanes in turn, as prefill has it
+        planned = transfer.edit(lambda number=number: (edits.append(number), number)[1])
+        transfer.submit(("staging", number % 2), lambda planned=planned: copies.append(planned), way="prefix")
+        transfer.join(("staging", 1 - number % 2))
+    transfer.join_all()
+    assert copies == edits == list(range(8))
+
+
+def test_edits_run_ahead_of_delayed_and_of_some_reordered_copies():
+    ahead = set()
+    for seed in range(30):
+        for transfer in (DelayedTransfer(), ReorderedTransfer(seed)):
+            copies: list[int] = []
+            for lane in (0, 1):
+                transfer.edit(lambda: None)
+                transfer.submit(lane, lambda lane=lane, copies=copies: copies.append(lane), way="prefix")
+            ahead.add((type(transfer).__name__, len(copies)))
+            transfer.join_all()
+    assert ahead == {("DelayedTransfer", 0), *(("ReorderedTransfer", done) for done in range(3))}
+
+
 def test_reordered_copies_happen_before_during_and_after():
     """Some land in their own submit, some in another lane's business, some only when they are joined."""
     moments = set()
@@ -109,6 +139,7 @@ def test_failures_are_tried_again_and_then_loud():
 
 def test_the_oracle_copies_nothing():
     kept: list[int] = []
+    assert SkippedTransfer().edit(lambda: 7) == 7, "tables say what a perfect transfer would have brought"
     SkippedTransfer().submit(0, lambda: pytest.fail("copied"))
     SkippedTransfer().submit(0, lambda: pytest.fail("copied"), way="prefix")
     SkippedTransfer().submit(0, lambda: kept.append(1), way="out")

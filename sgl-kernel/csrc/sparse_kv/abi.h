@@ -158,8 +158,9 @@ struct SkvStage {
   void* target;   // [2][heads][count * page_size][head_dim], keys and values
   int64_t stride_values;  // from the keys to the values
   int64_t stride_head;
-  int32_t* list;     // [count * heads] scratch: units that are not resident
-  int32_t* missing;  // [1] scratch: how many they are
+  int32_t* slots;    // [count * heads] result of the look-up: where a unit is read from, negative: from the host
+  int32_t* list;     // [count * heads] likewise: units that are not resident
+  int32_t* missing;  // [1] likewise: how many they are
   int64_t count;
   int64_t blocks;  // of the movers
 };

@@ -7,9 +7,9 @@ constexpr int kPlainThreads = 512;
 constexpr int kResidentThreads = 256;
 constexpr unsigned kResidentBlocks = 128;
 
-// Units that are not resident, from the host into the planes of a staging slot, and into the slot that they were given, if
-// they were given one. Unit i is head i % heads of page i / heads; rows are page, head, place in the staging slot, and
-// slot + 1 and tokens together.
+// Units that were not resident, from the host into the planes of a staging slot, and into the slot that they were given,
+// if they were given one: it stays theirs until the layer's chunk is refreshed. Unit i is head i % heads of page i / heads;
+// rows are page, head, place in the staging slot, and slot + 1 and tokens together.
 struct StagedRows {
   static constexpr bool kTwice = true;
   static constexpr int kTokens = 64;  // more than a page has
@@ -78,12 +78,11 @@ __global__ void gather_kernel(const __grid_constant__ SkvView view, const __grid
   if (threadIdx.x == 0) end_urgent(view, work);
 }
 
-// Resident units by wide copies within device memory; the others are listed for the movers.
+// Where each unit of a prefix is, now: the slot that it will be read from, or none and a place in the movers' list.
 __global__ void __launch_bounds__(kResidentThreads)
-    stage_resident_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
+    look_up_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
   wait_for_previous_kernel();
   int heads = static_cast<int>(view.heads), total = static_cast<int>(args.count) * heads;
-  int64_t unit = unit_bytes(view);
   auto* counters = reinterpret_cast<Counter64*>(view.counters);
   int warps = static_cast<int>(gridDim.x * blockDim.x) >> 5;
   int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >> 5;
@@ -92,6 +91,7 @@ __global__ void __launch_bounds__(kResidentThreads)
     if (mine < total) {
       int64_t page = get(args.pages, mine / heads);
       if (page >= 0 && page < view.pages) slot = __ldcg(view.slot_of + mine % heads * view.pages + page);
+      args.slots[mine] = slot;
     }
     uint32_t resident = __ballot_sync(kAll, slot >= 0), missing = __ballot_sync(kAll, mine < total && slot < 0);
     int place = 0;
@@ -102,7 +102,21 @@ __global__ void __launch_bounds__(kResidentThreads)
     }
     place = __shfl_sync(kAll, place, 0);
     if (missing >> lane_id() & 1) args.list[place + __popc(missing & ((1u << lane_id()) - 1))] = mine;
-    for (uint32_t left = resident; left; left &= left - 1) {
+  }
+}
+
+// Units that were resident at the look-up, by wide copies within device memory.
+__global__ void __launch_bounds__(kResidentThreads)
+    stage_resident_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
+  wait_for_previous_kernel();
+  int heads = static_cast<int>(view.heads), total = static_cast<int>(args.count) * heads;
+  if (__ldcg(args.missing) == total) return;
+  int64_t unit = unit_bytes(view);
+  int warps = static_cast<int>(gridDim.x * blockDim.x) >> 5;
+  int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+  for (int start = warp * 32; start < total; start += warps * 32) {
+    int mine = start + lane_id(), slot = mine < total ? __ldcg(args.slots + mine) : kNone;
+    for (uint32_t left = __ballot_sync(kAll, slot >= 0); left; left &= left - 1) {
       int lane = __ffs(left) - 1, item = start + lane, head = item % heads;
       int from_slot = __shfl_sync(kAll, slot, lane);
       const char* from = static_cast<const char*>(view.kv) + (head * view.slots + from_slot) * unit;
@@ -149,15 +163,26 @@ static int set_to_zero(int32_t* word, [[maybe_unused]] const Launch& where) {
 
 extern "C" int skv_resolve(const SkvView*, const SkvWork*, const SkvResolve*, const Launch*);
 
-// Resident units first, then slots for the others, if there is an install, and then the others.
-SKV_EXPORT int skv_stage(const SkvView* view, const SkvWork* work, const SkvResolve* install, const SkvStage* args,
-                         const Launch* where) {
-  if (int status = set_to_zero(args->missing, *where)) return status;
-  unsigned warps = static_cast<unsigned>((args->count * view->heads + 31) / 32);
+static dim3 warps_for(const SkvView& view, const SkvStage& args) {
+  unsigned warps = static_cast<unsigned>((args.count * view.heads + 31) / 32);
   unsigned wide = (warps * 32 + kResidentThreads - 1) / kResidentThreads;
-  int status = launch(*where, stage_resident_kernel, dim3(wide < kResidentBlocks ? wide : kResidentBlocks),
-                      kResidentThreads, 0, *view, *args);
-  if (!status && install) status = skv_resolve(view, work, install, where);
+  return dim3(wide < kResidentBlocks ? wide : kResidentBlocks);
+}
+
+// Looks up where the units are, and then gives slots to those that are not resident, if there is an install.
+SKV_EXPORT int skv_plan_stage(const SkvView* view, const SkvWork* work, const SkvResolve* install, const SkvStage* args,
+                              const Launch* where) {
+  if (int status = set_to_zero(args->missing, *where)) return status;
+  int status = launch(*where, look_up_kernel, warps_for(*view, *args), kResidentThreads, 0, *view, *args);
+  return status || !install ? status : skv_resolve(view, work, install, where);
+}
+
+// Resident units first: an install may have given their slots to others.
+SKV_EXPORT int skv_stage(const SkvView* view, const SkvStage* args, const Launch* where) {
+  Launch alone = *where;
+  alone.overlap = 0;  // its many blocks would wait, and keep others out, while the movers before it run
+  int status =
+      launch(alone, stage_resident_kernel, warps_for(*view, *args), kResidentThreads, 0, *view, *args);
   if (status) return status;
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk ? mover_stages(*view, where->device) : 0;

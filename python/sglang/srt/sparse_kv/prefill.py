@@ -6,8 +6,11 @@ the host stay in slots that are free or long unused, where decode will find them
 last block, if the slot has room, so that one call attends to both; partial results join by log-sum-exp. So the result
 is exact and device memory does not grow with the prefix.
 
-The compute stream only attends. All edits of the cache's tables in a prefill are made on the stream that moves the
-prefix, one after the other, and are over before the forward ends.
+The compute stream only attends. A block's units are looked up, and given slots, while the block before is still on its
+way, so that the link does not wait for tables. All edits of the cache's tables in a prefill are made one after the
+other, and all moves of the prefix too, in the same order: so a block has read a slot before a later one fills it, and
+finds in it what an earlier one brought. The chunk may take slots that its layer's blocks were given: its refresh comes
+after the layer's attention, which has joined their moves. All of it is over before the forward ends.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class Prefill:
         self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
+        self._plans: list[object] = [None, None]  # of both slots, kept alive until the next one's
         self._leaving: tuple[torch.Tensor, ...] = ()  # kept alive while it is on its way to host and cache
         if device.type == "cuda":
             from sglang.srt.sparse_kv.ops.attend import prepare_prefill
@@ -174,5 +178,8 @@ class Prefill:
         runtime = self.runtime
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
         since = None if layer in runtime.cache.scoped else runtime.clock_prefix
-        copy = partial(runtime.ops.stage, runtime.cache.views[layer], block.pages, target, block.page_tokens, since)
-        runtime.transfer.submit(("staging", slot), copy, way="prefix")
+        view = runtime.cache.views[layer]
+        plan = runtime.transfer.edit(partial(runtime.ops.plan_stage, view, block.pages, block.page_tokens, since))
+        runtime.transfer.submit(("staging", slot), partial(runtime.ops.stage, view, plan, target), way="prefix")
+        # The old one's memory is the next edit's, which comes after this one; this one waits until the old is moved.
+        self._plans[slot] = plan

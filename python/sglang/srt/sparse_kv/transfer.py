@@ -14,11 +14,12 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 Copy = Callable[[], None]
+Plan = TypeVar("Plan")
 Way = Literal["ahead", "prefix", "within", "out"]
 
 # How a branch runs on a GPU, for measurements: "first" where it meets other kernels, "equal" to them, "none": in line.
@@ -39,6 +40,13 @@ class Transfer(ABC):
 
     @abstractmethod
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None: ...
+
+    def edit(self, tables: Callable[[], Plan]) -> Plan:
+        """Edits tables for the copy of a prefix that is submitted next, and returns what that copy needs. Edits keep
+        their order, those submitted "within" included, and so do the copies, but an edit may be long over before the
+        copy of the edit before it.
+        """
+        return tables()
 
     @abstractmethod
     def join(self, lane: Hashable) -> None: ...
@@ -95,15 +103,25 @@ class DelayedTransfer(Transfer):
 
 
 class ReorderedTransfer(DelayedTransfer):
-    """Copies in random order at random moments between submit and join, drawn from a seed."""
+    """Copies in random order at random moments between submit and join, drawn from a seed; those of prefixes keep
+    theirs.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.random = random.Random(seed)
+        self.prefixes: list[Copy] = []  # to be copied
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
+        if way == "prefix":
+            self.prefixes.append(copy)
+            copy = partial(self._copy_prefixes, copy)
         super().submit(lane, copy)
         self._run_some()
+
+    def _copy_prefixes(self, last: Copy) -> None:
+        while last in self.prefixes:
+            self.prefixes.pop(0)()
 
     def join(self, lane: Hashable) -> None:
         self._run_some()
@@ -159,7 +177,7 @@ class FaultyTransfer(ReorderedTransfer):
         self.failures = self.short = 0
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
-        super().submit(lane, lambda: insist(lambda: self._once(copy), self.attempts))
+        super().submit(lane, lambda: insist(lambda: self._once(copy), self.attempts), way=way)
 
     def _once(self, copy: Copy) -> bool:
         if self.random.random() >= self.rate:
@@ -215,14 +233,11 @@ class StreamTransfer(Transfer):
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
         # A prefill's side kernels are small and its own are not: they go first, or each would wait for one of those.
-        # Those that edit tables share one stream, because they share scratch.
-        prefix = torch.cuda.Stream(device, priority=-1)
-        self.streams: dict[Way, torch.cuda.Stream] = {
-            "ahead": torch.cuda.Stream(device),
-            "prefix": prefix,
-            "within": prefix,
-            "out": torch.cuda.Stream(device, priority=-1),
-        }
+        # What edits tables shares scratch and so one stream, "within"; a block of a prefix is on its way meanwhile.
+        ways: tuple[Way, ...] = ("prefix", "within", "out")
+        self.streams: dict[Way, torch.cuda.Stream] = {"ahead": torch.cuda.Stream(device)}
+        self.streams |= {way: torch.cuda.Stream(device, priority=-1) for way in ways}
+        self.edited: torch.cuda.Event | None = None  # by an edit whose copy comes next
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
         self.beside = torch.cuda.Stream(device, priority=-1 if BRANCH == "first" else 0)
         self.branched: torch.cuda.Event | None = None
@@ -232,18 +247,34 @@ class StreamTransfer(Transfer):
         if urgent:
             copy()
             return
-        # Three a layer in a prefill: by index and by name, since torch looks long for a stream that nobody names.
-        here, side = torch.cuda.current_stream(self.index), self.streams[way]
-        planned, landed = torch.cuda.Event(), torch.cuda.Event()
-        planned.record(here)
-        side.wait_event(planned)  # the tables and the descriptors that the copy reads
+        ready = None
+        if way == "prefix":
+            ready, self.edited = self.edited, None
+        _, self.landed[lane] = self._beside(self.streams[way], copy, ready)
+
+    def edit(self, tables: Callable[[], Plan]) -> Plan:
+        plan, self.edited = self._beside(self.streams["within"], tables)
+        return plan
+
+    def _beside(
+        self, side: torch.cuda.Stream, work: Callable[[], Plan], ready: torch.cuda.Event | None = None
+    ) -> tuple[Plan, torch.cuda.Event]:
+        """Runs work on another stream once it is ready, by default when the current one has come here. Returns its
+        result and its end.
+        """
+        # Four a layer in a prefill: by index and by name, since torch looks long for a stream that nobody names.
+        here, done = torch.cuda.current_stream(self.index), torch.cuda.Event()
+        if ready is None:
+            ready = torch.cuda.Event()
+            ready.record(here)
+        side.wait_event(ready)  # the tables and the descriptors that the work reads
         torch.cuda.set_stream(side)
         try:
-            copy()
+            result = work()
         finally:
             torch.cuda.set_stream(here)
-        landed.record(side)
-        self.landed[lane] = landed
+        done.record(side)
+        return result, done
 
     def join(self, lane: Hashable) -> None:
         landed = self.landed.pop(lane, None)

@@ -52,7 +52,7 @@ Select: Any = _struct(
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct(
-    "Stage", "pages:n tokens:n target:p stride_values:i stride_head:i list:p missing:p count:i blocks:i"
+    "Stage", "pages:n tokens:n target:p stride_values:i stride_head:i slots:p list:p missing:p count:i blocks:i"
 )
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
 Step: Any = _struct(
@@ -84,7 +84,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "dense_scores": (Select,),
     "select": (Select,),
     "gather": (View, Work, Gather),
-    "stage": (View, Work, Resolve, Stage),
+    "plan_stage": (View, Work, Resolve, Stage),
+    "stage": (View, Stage),
     "store_chunk": (View, Chunk),
     "fill": (View, Chunk),
     "refresh": (View, Work, Resolve, Chunk, c_int64),

@@ -2,7 +2,7 @@
 
 Nothing here waits for the device, and everything may be captured into a CUDA graph after one run outside it. Integer
 tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order;
-`gather` only moves bytes and may run on another stream.
+`gather` and `stage` only move bytes and may run on another stream.
 
 Beyond the reference:
 * `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the

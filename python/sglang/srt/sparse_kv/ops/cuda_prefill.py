@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +13,52 @@ from sglang.srt.sparse_kv.ops.reference import LayerView
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 
-def stage(view: LayerView, pages, target: torch.Tensor, tokens=None, step=None, blocks: int | None = None) -> None:
+@dataclass
+class StagePlan:
+    """Where the units of a prefix come from and go: what `stage` needs, valid while this object lives."""
+
+    args: Any
+    pages: int
+    held: tuple[torch.Tensor | None, ...]
+
+
+def plan_stage(view: LayerView, pages, tokens=None, step=None) -> StagePlan:
+    """As reference_prefill.plan_stage, in one call."""
+    heads, count, device = view.kv.shape[0], pages.shape[0], view.kv.device
+    install, _fetch = (None, None) if step is None else entering(view, pages, tokens, step)
+    scratch = torch.empty(1 + 2 * count * heads, dtype=torch.int32, device=device)
+    missing = scratch.data_ptr()
+    args = abi.Stage(
+        pages=ints(pages, "pages"),
+        tokens=ints(tokens, "tokens"),
+        missing=missing,
+        slots=missing + 4,
+        list=missing + 4 + 4 * count * heads,
+        count=count,
+    )
+    launch("plan_stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
+    return StagePlan(args, count, (pages, tokens, scratch))
+
+
+def stage(view: LayerView, plan: StagePlan, target: torch.Tensor, blocks: int | None = None) -> None:
     """As reference_prefill.stage, in one call. target [2, H, M*P, D], keys and values of a head together; blocks: that
     move the units which are not resident. Twice as many as elsewhere by default, since each unit leaves for two places:
     an H200 brings 43 GB/s with four of them, 48 to 49 with five to twenty-four.
+
+    May run on another stream than the plan was made on. Plans of one layer are staged in the order in which they were
+    made: a later one may have given away a slot that an earlier one reads, or name one that an earlier one fills.
     """
-    heads, dim, count = view.kv.shape[0], view.kv.shape[4], pages.shape[0]
-    expected = (2, heads, count * view.kv.shape[3], dim)
+    heads, dim = view.kv.shape[0], view.kv.shape[4]
+    expected = (2, heads, plan.pages * view.kv.shape[3], dim)
     if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
         raise ValueError(
             f"stage: target must be {view.kv.dtype} {list(expected)}, each head's tokens together, got {target.dtype} "
             f"{list(target.shape)} with strides {target.stride()}"
         )
-    device = target.device
-    install, _fetch = (None, None) if step is None else entering(view, pages, tokens, step)
-    scratch = torch.empty(1 + count * heads, dtype=torch.int32, device=device)
-    args = abi.Stage(
-        pages=ints(pages, "pages"),
-        tokens=ints(tokens, "tokens"),
-        target=pointer(target),
-        stride_values=target.stride(0),
-        stride_head=target.stride(1),
-        missing=pointer(scratch),
-        list=pointer(scratch[1:]),
-        count=count,
-        blocks=blocks or 2 * mover_blocks(device, view.kv.stride(1) * view.kv.element_size()),
-    )
-    launch("stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
+    args, device = plan.args, target.device
+    args.target, args.stride_values, args.stride_head = pointer(target), target.stride(0), target.stride(1)
+    args.blocks = blocks or 2 * mover_blocks(device, view.kv.stride(1) * view.kv.element_size())
+    launch("stage", device, view_of(view), args)
 
 
 def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:

@@ -18,6 +18,7 @@ OPERATIONS = (
     "plan_prefetch",
     "append",
     "gather",
+    "plan_stage",
     "stage",
     "store_chunk",
     "refresh",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from sglang.srt.sparse_kv.ops.landmarks import store
 from sglang.srt.sparse_kv.ops.reference import (
@@ -17,21 +19,38 @@ from sglang.srt.sparse_kv.ops.reference import (
 )
 
 
-def stage(view: LayerView, pages: torch.Tensor, target: torch.Tensor, tokens=None, step=None) -> None:
-    """Copies pages of a prefix, int [M], into target [2, H, M*P, D] (keys, values) on the device: units that are
-    resident from their slots, the rest from the host. With a step, those also take slots with stamp < step, as far as
-    slots reach, where decode will find them; tokens int [M] of each page, None when all are full.
+@dataclass
+class StagePlan:
+    pages: torch.Tensor  # int [M]
+    slots: torch.Tensor  # int [M, H] that units are read from, NONE from the host
+    fetch: Fetch | None  # what takes slots beside
+
+
+def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None) -> StagePlan:
+    """Looks up where the units of a prefix's pages, int [M], are. With a step, those that are not resident take slots
+    with stamp < step, as far as slots reach, where decode will find them; tokens int [M] of each page, None when all
+    are full. Edits tables only: `stage` moves.
     """
-    long = pages.long()
-    units = view.host[long].to(view.kv.device)  # [M, H, 2, P, D]
-    slots = view.slot_of[:, long].T.long()  # [M, H]
-    place, head = (slots >= 0).nonzero(as_tuple=True)
-    units[place, head] = view.kv[head, slots[place, head]]
+    slots = view.slot_of[:, pages.long()].T.long()
+    resident = int((slots >= 0).sum())
+    view.counters[PREFIX_CACHE] += resident
+    view.counters[PREFIX_HOST] += slots.numel() - resident
+    return StagePlan(pages, slots, None if step is None else install(view, pages, tokens, step))
+
+
+def stage(view: LayerView, plan: StagePlan, target: torch.Tensor) -> None:
+    """Copies the pages of a plan into target [2, H, M*P, D] (keys, values) on the device: units that were resident from
+    their slots, the rest from the host, and those of them that took slots into these too.
+
+    Plans of one layer are staged in the order in which they were made: a later one may have given away a slot that an
+    earlier one reads, or name one that an earlier one fills.
+    """
+    units = view.host[plan.pages.long()].to(view.kv.device)  # [M, H, 2, P, D]
+    place, head = (plan.slots >= 0).nonzero(as_tuple=True)
+    units[place, head] = view.kv[head, plan.slots[place, head]]
     target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
-    view.counters[PREFIX_CACHE] += place.numel()
-    view.counters[PREFIX_HOST] += slots.numel() - place.numel()
-    if step is not None:
-        gather(view, install(view, pages, tokens, step))
+    if plan.fetch is not None:
+        gather(view, plan.fetch)
 
 
 def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True) -> None:
