@@ -87,6 +87,7 @@ class Prefill:
         blocks = [block for chunk in chunks for block in chunk.blocks]
         self.step = PrefillStep(chunks, blocks, torch.cat(begun), counts, loc)
         self._staged = 0
+        self._stage_next(self.step)  # under what comes before the first layer's attention
 
     def _blocks(self, table: torch.Tensor, prefix: int) -> list[Block]:
         """table int32 [MP]."""
@@ -105,8 +106,6 @@ class Prefill:
         """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]."""
         transfer, step = self.runtime.transfer, self.step
         assert step is not None, "begin comes before the layers"
-        if layer == 0:
-            self._stage_next(step)
         self._store(layer, step, k, v)
         if len(step.chunks) == 1:
             out = self._attend(step, step.chunks[0], q, k, v, scale)
