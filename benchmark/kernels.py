@@ -22,6 +22,7 @@ import torch
 from sglang.srt.sparse_kv import transfer as transfer_module
 from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, landmarks, launching
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, Fetch, LayerView, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -107,6 +108,8 @@ class Batch:
         self.offset = self.lengths % PAGE
         self.last = self.offset + 1
         self.clock = torch.full((1,), 2000, dtype=torch.int32, device=DEVICE)
+        bits = torch.zeros((n, 2, HEADS, -(-self.max_pages // 32)), dtype=torch.int32, device=DEVICE)
+        self.selected = Last(bits, torch.arange(n, device=DEVICE), torch.ones(1, device=DEVICE))
 
 
 SIZES = [(1, 32768), (1, 131072), (8, 32768), (32, 32768), (8, 131072)]
@@ -131,7 +134,9 @@ def bench_score() -> None:
         def both(summaries=summaries, batch=batch):
             for marks in summaries:
                 found = cuda.score(batch.q, marks, batch.table, batch.lo, batch.hi, SCALE)
-                cuda.select(found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages)
+                cuda.select(
+                    found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, last=batch.selected
+                )
 
         alone = timed(scores, per=len(summaries))
         record(f"score {label(n, length)}", alone, floor, f"{size / alone / 1e6:.2f} TB/s")
@@ -238,7 +243,9 @@ def bench_chain() -> None:
                     )
                 found = cuda.score(batch.q, view.landmarks, batch.table, batch.lo, batch.hi, SCALE)
                 keep = (predicted[:, i], rows)
-                chosen = cuda.select(found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep)
+                chosen = cuda.select(
+                    found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep, batch.selected
+                )
                 transfer.join_branch()
                 cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
                 del kept

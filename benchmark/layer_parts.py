@@ -75,7 +75,7 @@ class Layers:
         if "select" not in parts:
             return
         keep = self.predicted[:, i], self.rows
-        chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, keep)
+        chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, keep, b.selected)
         if "resolve" not in parts:
             return
         self.transfer.join_branch()

@@ -22,7 +22,9 @@ SCALE = 0.5
 class Rig:
     """A pool of pages with a naive allocator, some requests, and the true K/V history of each.
 
-    history[r]: list over layers of (keys [len, H, D], values [len, H, D]).
+    history[r]: list over layers of (keys [len, H, D], values [len, H, D]). chosen[r, layer]: what the
+    oracle's last step chose of more candidates than the budget, a set of logical pages for each head; None where steps
+    were not verified.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Rig:
         self.free = order.tolist()
         self.owned: dict[int, list[int]] = {}
         self.history: dict[int, list] = {}
+        self.chosen: dict[tuple[int, int], list[set[int]] | None] = {}
 
     def rand(self, *shape):
         return torch.randn(*shape, generator=self.generator)
@@ -95,6 +98,7 @@ class Rig:
         prefixes = [self.length(r) for r in extends]
         for r, n in extends.items():
             self.grow(r, self.length(r) + n)
+            self.chosen = {place: pages for place, pages in self.chosen.items() if place[0] != r}
         loc = torch.cat([self.req_to_token[r, pre : pre + n] for (r, n), pre in zip(extends.items(), prefixes)])
         self.prefill.begin(self.req_to_token, req, prefixes, list(extends.values()), loc)
         total = sum(extends.values())
@@ -139,16 +143,20 @@ class Rig:
                 keys, values = self.history[r][layer]
                 keys, values = torch.cat([keys, k[i * rows][None]]), torch.cat([values, v[i * rows][None]])
                 self.history[r][layer] = (keys, values)
-                if verify:
+                if not verify:
+                    self.chosen[r, layer] = None
+                else:
                     own = slice(i * rows, (i + 1) * rows)
-                    expect = self.oracle(q[own], k[own], v[own], keys, values)
+                    expect = self.oracle(q[own], k[own], v[own], keys, values, (r, layer))
                     torch.testing.assert_close(out[own], expect, atol=2e-5, rtol=2e-4)
             outs.append(out)
         self.runtime.end_step(n, record)
         return outs
 
-    def oracle(self, q, k, v, keys, values) -> torch.Tensor:
-        """What both rows must give: from history alone, no pool, no cache. keys include row 0's token."""
+    def oracle(self, q, k, v, keys, values, place: tuple[int, int]) -> torch.Tensor:
+        """What both rows must give: from history alone, no pool, no cache. keys include row 0's token. place: request
+        and layer.
+        """
         g, shape = self.geometry, self.runtime.shape
         p, length = g.page_size, keys.shape[0] - 1
         queries = q.view(-1, g.kv_heads, g.group, g.head_dim)
@@ -156,25 +164,31 @@ class Rig:
         forced = set(range(min(shape.sink_pages, first_window))) | set(range(first_window, length // p + 1))
         candidates = list(range(shape.sink_pages, first_window))
         out = torch.empty_like(queries)
+        before = self.chosen.get(place, [set()] * g.kv_heads)
+        assert before is not None, "the step before this one was not verified"
+        competed = len(candidates) > shape.budget_pages
+        self.chosen[place] = []
         for h in range(g.kv_heads):
             chosen = []
             if candidates:
                 logits = page_logits(queries[0, h], [keys[c * p : (c + 1) * p, h] for c in candidates])
                 best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0)
-                order = sorted(range(len(candidates)), key=lambda i: (-best[i].item(), i))
+                best = [s + self.config.hysteresis * (c in before[h]) for s, c in zip(best.tolist(), candidates)]
+                order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
                 chosen = [candidates[i] for i in order[: shape.budget_pages]]
+            self.chosen[place].append(set(chosen) if competed else set())
             pages = sorted(forced | set(chosen))
             tokens = torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
             for row in range(queries.shape[0]):
                 if row == 1 and self.runtime.policy.guide_attends == "own":
-                    tokens = self._own_tokens(queries[1, h], keys[:, h], length)
+                    tokens = self._own_tokens(queries[1, h], keys[:, h], length, before[h])
                 ks, vs = keys[tokens, h], values[tokens, h]
                 if row == 1:
                     ks, vs = torch.cat([ks, k[1, h][None]]), torch.cat([vs, v[1, h][None]])
                 out[row, h] = torch.softmax(queries[row, h] @ ks.T * SCALE, -1) @ vs
         return out.view_as(q)
 
-    def _own_tokens(self, queries, keys, length: int) -> torch.Tensor:
+    def _own_tokens(self, queries, keys, length: int, before: set[int]) -> torch.Tensor:
         """Positions that the next step would attend to with row 1's queries; all of them must be cached."""
         p, shape = self.geometry.page_size, self.runtime.shape
         first = max(0, length + 2 - shape.window) // p
@@ -183,6 +197,7 @@ class Rig:
         if candidates:
             logits = page_logits(queries, [keys[c * p : (c + 1) * p] for c in candidates])
             best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0).tolist()
+            best = [s + self.config.hysteresis * (c in before) for s, c in zip(best, candidates)]
             order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
             chosen = [candidates[i] for i in order[: shape.budget_pages]]
         sinks = range(min(shape.sink_pages, first))

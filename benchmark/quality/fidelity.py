@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", nargs="+", type=int, default=[64], help="tokens")
     parser.add_argument("--reduce", nargs="+", default=["max"], choices=["max", "sum", "shared"])
     parser.add_argument("--normalise", nargs="+", default=["candidates"], choices=["candidates", "all"])
+    parser.add_argument("--hysteresis", nargs="+", type=float, default=[0.0], help="nats")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a context")
     parser.add_argument("--tail", type=int, default=256, help="tokens at its end that are predicted")
     parser.add_argument("--rows", type=int, help="predict only so many of them, the first")
@@ -51,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     settings = {
-        f"{name} budget {budget} page {page} sinks {sinks} window {window} {reduce} {normalise}": selecting(
-            name, budget, page, sinks, window, reduce=reduce, normalise=normalise
+        f"{name} budget {budget} page {page} sinks {sinks} window {window} {reduce} {normalise} "
+        f"hysteresis {hysteresis:g}": selecting(
+            name, budget, page, sinks, window, reduce=reduce, normalise=normalise, hysteresis=hysteresis
         )
         for page in args.page
         for budget in args.budget
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         for window in args.window
         for reduce in args.reduce
         for normalise in args.normalise
+        for hysteresis in args.hysteresis
         for name in args.score
     }
     about = facts("benchmark.quality.fidelity", argv) | {"seed": 0, "device": args.device}

@@ -66,7 +66,8 @@ class Selecting:
 
     reduce: how the query heads of a kv head agree: the best of them ("max"), "sum", or one choice for all heads of a
     layer ("shared"). normalise: each query head's estimates by their own sum ("candidates"), or by the exact attention
-    to everything in sight ("all": a bound, since no page summary knows it).
+    to everything in sight ("all": a bound, since no page summary knows it). hysteresis: what a page that the row before
+    chose is better by, nats.
     """
 
     score: Score
@@ -76,6 +77,7 @@ class Selecting:
     window: int = 64
     reduce: str = "max"
     normalise: str = "candidates"
+    hysteresis: float = 0.0
 
 
 RECENT = "recent"  # no score: the budget widens the window, as in systems that keep sinks and window alone
@@ -149,7 +151,22 @@ def select(q, keys, logits, position, how: Selecting) -> torch.Tensor:
     best = estimate.logsumexp(1) if how.reduce == "sum" else estimate.amax(1)  # [H, R, closed]
     if how.reduce == "shared":
         best = best.amax(0, keepdim=True).expand(heads, -1, -1)
-    order = best.topk(min(how.budget // page, closed), dim=-1).indices
     chosen = torch.zeros((heads, len(position), len(pages)), dtype=torch.bool, device=q.device)
-    chosen.scatter_(2, order, True)
+    chosen[..., :closed] = choose(best, min(how.budget // page, closed), how.hysteresis)
     return (chosen & (pages < first_window[:, None])) | forced
+
+
+def choose(best: torch.Tensor, budget: int, hysteresis: float) -> torch.Tensor:
+    """The `budget` best pages of each row, bool [H, R, pages]. best: float32 [H, R, pages], -inf where there is none.
+
+    With hysteresis, row after row: the choice of the one before, had it one, counts for more.
+    """
+    if not hysteresis:
+        return torch.zeros_like(best, dtype=torch.bool).scatter_(2, best.topk(budget, dim=-1).indices, True)
+    competed = (best > float("-inf")).sum(-1, keepdim=True) > budget  # [H, R, 1]
+    before, rows = torch.zeros_like(best[:, 0], dtype=torch.bool), []
+    for row, fought in zip(best.unbind(1), competed.unbind(1), strict=True):
+        scores = torch.where(before, row + hysteresis, row)
+        rows.append(torch.zeros_like(before).scatter_(1, scores.topk(budget, dim=-1).indices, True))
+        before = rows[-1] & fought
+    return torch.stack(rows, 1)

@@ -3,7 +3,8 @@
 Prefill attends to everything. A decode step attends, per layer and kv head, to the sinks, to the recent window with the
 open page, and to the budget's best of the closed pages between. A page's weight for a query is the sum of exponentials
 over four keys, each a mean of a quarter of its own, in which those that stand out count for more, rounded to fifteen
-steps; the best have the largest share of all such weights, for any query head of the group.
+steps; the best have the largest share of all such weights, for any query head of the group. A page that was among the
+best a step ago, where not all were, counts for e times as much.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import torch
 class Oracle:
     """Greedy sparse decoding with the model at `path`, in float32. budget, sinks and window in tokens."""
 
-    def __init__(self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64):
+    def __init__(
+        self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64, hysteresis: float = 1.0
+    ):
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-        self.page, self.window = page, window
+        self.page, self.window, self.hysteresis = page, window, hysteresis
+        self.best: dict[tuple[int, int], set[int]] = {}  # of each layer and head a step ago
         self.budget_pages, self.sink_pages = budget // page, -(-sinks // page)
         AttentionInterface.register("sparse_oracle", self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -28,6 +32,7 @@ class Oracle:
     def generate(self, prompt: str, tokens: int) -> list[int]:
         """The greedy continuation of a prompt, `tokens` long or up to the end of the text."""
         ids = torch.tensor([self.tokenizer.encode(prompt)])
+        self.best.clear()
         step = self.model(ids, use_cache=True, logits_to_keep=1)
         found: list[int] = []
         while True:
@@ -44,14 +49,16 @@ class Oracle:
         if tokens == 1:
             for head in range(heads):
                 own = query[0, head * group : (head + 1) * group, 0] * scaling
-                allowed[head, 0] = self._attended(own, key[0, head])
+                allowed[head, 0] = self._attended(own, key[0, head], (module.layer_idx, head))
         mask = allowed.repeat_interleave(group, 0)[None]
         keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
         return out.transpose(1, 2), None
 
-    def _attended(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which tokens one kv head attends to. query [G, D], scaled; keys [L, D], the own one last. bool [L]."""
+    def _attended(self, query: torch.Tensor, keys: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
+        """Which tokens one kv head attends to. query [G, D], scaled; keys [L, D], the own one last; place: its layer
+        and number. bool [L].
+        """
         length, page = keys.shape[0], self.page
         first_recent = max(0, length - self.window) // page
         chosen = set(range(min(self.sink_pages, first_recent))) | set(range(first_recent, -(-length // page)))
@@ -61,8 +68,12 @@ class Oracle:
             means = self._rounded(self._weighted(means.unflatten(1, (4, page // 4))))  # [pages, 4, D]
             weights = torch.einsum("gd,pkd->gpk", query, means).logsumexp(-1)
             shares = torch.log_softmax(weights, dim=-1).amax(0)
+            before = self.best.get(place, set())
+            shares += self.hysteresis * torch.tensor([float(number in before) for number in between])
             order = shares.argsort(descending=True, stable=True)[: self.budget_pages]
-            chosen |= {between[int(place)] for place in order}
+            best = {between[int(each)] for each in order}
+            chosen |= best
+            self.best[place] = best if len(between) > self.budget_pages else set()
         attended = torch.zeros(len(keys), dtype=torch.bool)
         for number in chosen:
             attended[number * page : (number + 1) * page] = True

@@ -13,6 +13,7 @@ import torch
 from layers import copied, make_layer, random_selection
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -45,7 +46,10 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     chosen = cuda.select(scores, table, length, active, shape, shape.budget_pages)
     cuda.select(dense, table, length, active, shape, shape.budget_pages)
     cuda.select(dense.mul(0), table, length, active, shape, shape.budget_pages)
-    cuda.select(scores, table, length, active, shape, shape.budget_pages, (store, index))
+    bits = torch.zeros((5, 2, heads, -(-table.shape[1] // 32)), dtype=torch.int32, device=gpu)
+    last = Last(bits, index, torch.ones(1, device=gpu))
+    for _ in range(2):
+        cuda.select(scores, table, length, active, shape, shape.budget_pages, (store, index), last)
     cuda.set_miss_rate(gpu, 0.5)
     cuda.resolve(view, chosen.pages, None, clock, move=True)
     cuda.set_miss_rate(gpu, 0)

@@ -11,6 +11,7 @@ import torch
 from layers import copied, copy_of, make_layer, random_selection, same_tables
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import build, cuda, launching, reference
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import StreamTransfer
@@ -42,6 +43,9 @@ class LayerStep:
         self.other = make_layer(seed + 1, gpu, HEADS, n * (SHAPE.width + 2) + 40, pages, PAGE, DIM, torch.float16)
         self.predicted = torch.full((n + 1, HEADS, SHAPE.budget_pages), -1, dtype=torch.int32, device=gpu)
         self.rows = torch.arange(1, n + 1, device=gpu)
+        words = -(-self.table.shape[1] // 32)
+        bits = torch.zeros((n + 1, 2, HEADS, words), dtype=torch.int32, device=gpu)
+        self.last = Last(bits, self.rows, torch.ones(1, device=gpu))
         self.transfer = StreamTransfer(gpu)
 
     def run(self):
@@ -65,7 +69,10 @@ class LayerStep:
             )
             self.transfer.submit(0, lambda: cuda.gather(self.other, plan.fetch))
         scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
-        chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, (kept, self.rows))
+        kept_by = (kept, self.rows)
+        chosen = cuda.select(
+            scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, kept_by, self.last
+        )
         self.transfer.join_branch()
         slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True)
         self.transfer.join_all()

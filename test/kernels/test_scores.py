@@ -6,6 +6,7 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.landmarks import Landmarks, make
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
@@ -175,6 +176,64 @@ def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatc
     got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
     for name in ("pages", "num_pages", "predicted"):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("group", [3, 4, 8])
+def test_what_the_last_step_selected_counts_for_more(engine, group):
+    """Step after step, from contexts that compete for nothing on; requests come, pause and go on."""
+    q, landmarks, table, length, active, shape = batch(
+        8, engine.device, [1900, 700, 330, 1100], 2, 2, group, 64, torch.bfloat16, 16, 256
+    )
+    random = torch.Generator().manual_seed(group)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    words, owner, bonus = -(-table.shape[1] // 32), torch.tensor([5, 2, 0, 3]), torch.tensor([1.5])
+    store = torch.zeros((6, 3, 2, 2, words), dtype=torch.int32)
+    expected_last = Last(store[:, 1].clone(), owner, bonus)
+    store = to(store)
+    last = Last(store[:, 1], to(owner), to(bonus))
+    favoured = 0
+    for step in range(12):
+        active = torch.tensor([True, step != 4, False, True])
+        lo, hi = bounds(shape, length, active, 2)
+        q = q + 0.5 * torch.randn(q.shape, generator=random).to(q.dtype)
+        scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+        dense = scores.dense().cpu()
+        plain = reference.select(dense, table, length, active, shape, shape.budget_pages)
+        expected = reference.select(dense, table, length, active, shape, shape.budget_pages, last=expected_last)
+        got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+        for name in ("pages", "num_pages", "predicted"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), f"{name} in step {step}"
+        assert torch.equal(last.bits.cpu(), expected_last.bits), step
+        favoured += int((plain.pages != expected.pages).sum())
+        length = length + active.long()
+    with pytest.raises(ValueError, match="handle alone"):
+        cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+    assert favoured > 0, "the last selection changed nothing"
+    assert not store[:, ::2].any(), "another layer's was written"
+
+
+def test_the_last_selection_beyond_registers(engine):
+    q, landmarks, table, length, active, shape = batch(
+        9, engine.device, [9200, 8900], 1, 1, 4, 64, torch.float16, 1, 128
+    )
+    lo, hi = bounds(shape, length, active, 1)
+    random = torch.Generator().manual_seed(9)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    bits = torch.randint(-(2**31), 2**31, (2, 2, 1, -(-table.shape[1] // 32)), generator=random).to(torch.int32)
+    expected_last = Last(bits.clone(), torch.tensor([1, 0]), torch.tensor([0.25]))
+    last = Last(to(bits), to(torch.tensor([1, 0])), to(torch.tensor([0.25])))
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+    expected = reference.select(
+        scores.dense().cpu(), table, length, active, shape, shape.budget_pages, last=expected_last
+    )
+    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+    assert torch.equal(got.pages.cpu(), expected.pages)
+    read = length % 2
+    for i, row in enumerate((1, 0)):
+        candidates = int(hi[i, 0] - lo[i, 0])
+        written, wanted = (x.bits.cpu()[row, 1 - read[i], 0] for x in (last, expected_last))
+        assert torch.equal(written[: candidates // 32], wanted[: candidates // 32])
+        assert torch.equal(last.bits.cpu()[row, read[i]], expected_last.bits[row, read[i]])
 
 
 def test_one_row(engine):

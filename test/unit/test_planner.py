@@ -151,6 +151,7 @@ def sizes(runtime: SparseKVRuntime, prefill: Prefill) -> dict[str, int]:
         "unit tables": sum(size(b.slot_of, b.page_of, b.stamp, b.ahead) for b in buffers),
         "landmarks": size(*runtime.landmarks),
         "predictions": size(runtime.predicted),
+        "last selections": size(runtime.selected),
         "prefill staging": size(prefill.staging),
     }
 

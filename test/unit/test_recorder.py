@@ -27,10 +27,10 @@ def test_the_sets_are_the_reference_s(rig, monkeypatch):
     """Row 0's and row 1's best pages, as the scores of each layer rank them."""
     expected = []
 
-    def select(scores, table, length, active, shape, budget_pages, keep):
-        best = reference.top_pages(scores, budget_pages)
+    def select(scores, table, length, active, shape, budget_pages, keep, last):
+        best = reference.top_pages(last.favoured(scores, length, shape.sink_pages), budget_pages)
         expected.append(best.transpose(1, 2))  # [N, H, R, K]
-        return reference.select(scores, table, length, active, shape, budget_pages, keep)
+        return reference.select(scores, table, length, active, shape, budget_pages, keep, last)
 
     monkeypatch.setattr(rig.runtime.ops, "select", select)
     rig.decode([2, 1], record={"lengths": [150, 90]})

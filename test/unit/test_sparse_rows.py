@@ -11,12 +11,13 @@ import tiny_llama
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.landmarks import make
 
 from benchmark.models.llama_ref import Checkpoint
 from benchmark.quality.fidelity import Measured
 from benchmark.quality.scores import SCORES, exact, gauss, landmark, mean, outliers, parts
-from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, select
+from benchmark.quality.sparse_rows import Prefilled, Selecting, SparseRows, choose, select
 
 TOKENS, TAIL = 152, 24
 
@@ -104,6 +105,29 @@ def test_the_study_selects_what_the_product_selects(sinks, window):
             assert set(found[head, row].nonzero()[:, 0].tolist()) == expected | set(
                 range(position[row] // page + 1, 19)
             )
+
+
+def test_the_study_chooses_with_hysteresis_as_the_product_does():
+    """Rows of the study are steps of one request, from where all candidates fit the budget on."""
+    heads, pages, budget, rows = 2, 40, 12, 30
+    rand = torch.Generator().manual_seed(5)
+    shape = SelectionShape.from_tokens(8, budget * 8, 16, 8)
+    length = 8 * 14 + 4 * torch.arange(rows)
+    lo, hi = shape.candidate_bounds(length)
+    index = torch.arange(pages)
+    inside = (index >= lo[:, None]) & (index < hi[:, None])  # [R, pages]
+    best = torch.where(inside, torch.randn(heads, rows, pages, generator=rand), float("-inf"))
+    found = choose(best, budget, 1.0) & inside
+    last = Last(torch.zeros((1, 2, heads, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.ones(1))
+    odd = torch.arange(rows)  # steps of one token: their parity tells which half of the memory is read
+    for row in range(rows):
+        scores = last.favoured(best[None, None, :, row], odd[row : row + 1], shape.sink_pages)
+        expected = reference.top_pages(scores, budget)[0, 0]
+        competed = torch.tensor([bool(inside[row].sum() > budget)])
+        last.remember(expected[None], competed, odd[row : row + 1], shape.sink_pages)
+        for head in range(heads):
+            assert set(found[head, row].nonzero()[:, 0].tolist()) == set(expected[head].tolist()) - {reference.NONE}
+    assert bool((choose(best, budget, 0.0) & inside != found).any())
 
 
 @pytest.mark.parametrize("page", [8, 16])

@@ -197,7 +197,8 @@ def test_the_choice_keeps_to_the_oracle_as_contexts_grow():
 
 def test_one_row_fetches_nothing_ahead_and_misses_die_out():
     rig = rig_of({1: 300, 2: 200})
-    rig.runtime.apply_policy({"rows": 1, "skip_scores": 0})  # empties the cache
+    # Which empties the cache. Without hysteresis every page's turn comes soon.
+    rig.runtime.apply_policy({"rows": 1, "skip_scores": 0, "hysteresis": 0})
     rig.runtime.variant = ONE
     for _ in range(150):
         rig.decode([1, 2], verify=False)

@@ -133,6 +133,11 @@ struct SkvSelect {
   SkvInts keep;            // [n] row of `predicted` for each request; null data: row i
   int64_t keep_stride;     // of rows
   int64_t keep_stride_head;
+  uint32_t* last;          // rows of [2][heads][last_words] by `owner`, or null: see ops/hysteresis.py
+  SkvInts owner;           // [n]
+  int64_t last_stride;     // of rows
+  int64_t last_words;      // with a bit for each candidate
+  const float* bonus;      // [1] nats
   float* rest;             // [n][rows][heads][table_width] scratch, or null: shared memory
   int64_t n;
   int64_t rows;

@@ -286,6 +286,36 @@ struct Frame {
   }
 };
 
+// A request's last selection, a bit for each candidate: a warp's candidates of one turn are a word. ops/hysteresis.py
+// says what it is for, and why there are two.
+struct Last {
+  const uint32_t* read;  // null: none is kept
+  uint32_t* write;
+  int words, first;  // of this warp
+  float bonus;
+
+  __device__ __forceinline__ Last(const SkvSelect& args, const Line& line, int64_t length, int turns) : read(nullptr) {
+    if (!args.last) return;
+    uint32_t* both = args.last + get(args.owner, line.n) * args.last_stride;
+    int64_t odd = length & 1;
+    read = both + (odd * args.heads + line.head) * args.last_words;
+    write = both + ((1 - odd) * args.heads + line.head) * args.last_words;
+    words = static_cast<int>(args.last_words);
+    first = warp_id() * turns;
+    bonus = *args.bonus;
+  }
+  __device__ __forceinline__ bool has(int turn) const {
+    return read && first + turn < words && (read[first + turn] >> lane_id() & 1);
+  }
+  // Rounded as a sum of its own, like torch's.
+  __device__ __forceinline__ float favoured(float score, bool chosen) const {
+    return chosen ? __fadd_rn(score, bonus) : score;
+  }
+  __device__ __forceinline__ void remember(int turn, unsigned votes) const {
+    if (lane_id() == 0 && first + turn < words) write[first + turn] = votes;
+  }
+};
+
 // After a score, all that is older than its result is read while it still runs: score waited for it.
 template <int kGroup>
 __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__ SkvSelect args) {
@@ -306,6 +336,11 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
     bool wanted = line.row == 0 && candidates.index(turn) < candidates.end;
     physical[turn] = wanted ? table[line.lo + candidates.index(turn)] : kNone;
   }
+  Last before(args, line, length, candidates.turns);
+  uint32_t favourites = 0;  // of the candidates in registers
+#pragma unroll
+  for (int turn = 0; turn < kHeld; ++turn)
+    if (turn < candidates.turns) favourites |= static_cast<uint32_t>(before.has(turn)) << turn;
   Frame frame(args, line, active ? length : -1);
   int32_t around = frame.physical(args, table, threadIdx.x);
   Partials partials(args, line);
@@ -332,14 +367,15 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
     if (turn) loaded.load(args, line, candidates, turn);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j)
-      candidates.held[turn + j] = note(loaded.score(args, line, scratch, candidates, turn, j));
+      candidates.held[turn + j] = note(before.favoured(loaded.score(args, line, scratch, candidates, turn, j),
+                                                       favourites >> (turn + j) & 1));
   }
 #pragma unroll 1
   for (int turn = kHeld; turn < candidates.turns; turn += kAtOnce) {
     loaded.load(args, line, candidates, turn);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      float score = note(loaded.score(args, line, scratch, candidates, turn, j));
+      float score = note(before.favoured(loaded.score(args, line, scratch, candidates, turn, j), before.has(turn + j)));
       if (candidates.index(turn + j) < candidates.end) candidates.rest[candidates.index(turn + j)] = score;
     }
   }
@@ -382,11 +418,13 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   }
   bool last = line.row == args.rows - 1;
   int room = line.row == 0 ? width - frame.sinks : 0;
+  bool remembers = before.read && line.row == 0 && count > budget;
   candidates.each([&](int turn, int i, float score, bool in_registers) {
     bool taken = limit.admits(score, i);
     unsigned votes = __ballot_sync(kAll, taken);
     int mine = place + __popc(votes & lanes_below());
     place += __popc(votes);
+    if (remembers) before.remember(turn, votes);
     if (!taken) return;
     if (mine < room) pages[frame.sinks + mine] = in_registers ? physical[turn] : table[line.lo + i];
     if (last) scratch.ranked[mine] = rank_of(score, i);

@@ -104,6 +104,8 @@ class SparseKVConfig:
             layers, or layer ids.
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
+        hysteresis: how much better a page has to score, in nats of log-probability, than one that the request's last
+            step selected, to take its place, 0..10.
         prefetch: fetch predicted pages ahead of their layer.
         prefetch_floor: least chance of a right guess, by the request's record, that is worth a fetch ahead, 0..1.
         lookahead: layers, counted from the last, that fetch at the start of the next step.
@@ -124,6 +126,7 @@ class SparseKVConfig:
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
     window: int = 64
+    hysteresis: float = 1.0
     prefetch: bool = True
     prefetch_floor: float = 0.25
     lookahead: int = 8
@@ -197,6 +200,7 @@ class SparseKVConfig:
         _check_int("budget", self.budget, low=1)
         _check_int("sinks", self.sinks, low=0)
         _check_int("window", self.window, low=0)
+        _check_number("hysteresis", self.hysteresis, low=0, high=10)
         _check_int("lookahead", self.lookahead, low=1)
         _check_int("ring", self.ring, low=2, high=4)
         _check_int("seed", self.seed, low=0, high=2**63 - 1)

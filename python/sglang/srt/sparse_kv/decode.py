@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.reference import own_slots
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -48,7 +49,8 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     if selection is None:
         scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
         keep = (runtime.predicted[:, layer], step.req)
-        selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep)
+        last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)
+        selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep, last)
     runtime.transfer.join_branch()
     slots, fetch = ops.resolve(
         view,

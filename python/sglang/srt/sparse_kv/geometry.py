@@ -47,6 +47,16 @@ class Geometry:
         return self.num_layers * self.kv_heads * self.unit_bytes
 
     @property
+    def selection_words(self) -> int:
+        """int32 words with a bit for each page that a request can own."""
+        return -(-self.max_pages // 32)
+
+    @property
+    def selected_bytes(self) -> int:
+        """Bytes of a request's last two selections, a bit for each page."""
+        return self.num_layers * self.kv_heads * 2 * self.selection_words * 4
+
+    @property
     def landmark_bytes(self) -> int:
         """Bytes of one unit's landmark: half a byte a value, and two for each part's scale."""
         return LANDMARK_PARTS * (self.head_dim // 2 + 2)

@@ -87,6 +87,7 @@ def device_bytes(
         "landmarks": geometry.num_layers * geometry.num_pages * geometry.kv_heads * geometry.landmark_bytes,
         "unit tables": buffers * (geometry.kv_heads * geometry.num_pages * 4 + per_buffer * SLOT_STATE_BYTES),
         "predictions": (geometry.max_requests + 1) * geometry.num_layers * geometry.kv_heads * shape.budget_pages * 4,
+        "last selections": (geometry.max_requests + 1) * geometry.selected_bytes,
         "prefill staging": staging_bytes(geometry, geometry.staging_tokens),
     }
     if config.keeps_history:

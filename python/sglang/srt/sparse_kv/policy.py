@@ -20,8 +20,8 @@ NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "rows": ROWS, "transfer": TR
 
 @dataclass
 class Policy:
-    """Run-time policy. Nothing below `budget` changes a token but the transfer "oracle" and what is for sabotage: the
-    names from `shuffle_predictions` on.
+    """Run-time policy. Nothing below `hysteresis` changes a token but the transfer "oracle" and what is for sabotage:
+    the names from `shuffle_predictions` on.
 
     budget: tokens, at most the started one, counted in whole pages. residency: as in the configuration. cache_slots:
     usable slots per layer and kv head, 0 for all that were allocated. rows: as configured. skip_scores: compute
@@ -29,6 +29,7 @@ class Policy:
     """
 
     budget: int
+    hysteresis: float = 0.0
     guide: str = "chain"
     guide_attends: str = "selected"
     rows: str | int = 2
@@ -51,6 +52,7 @@ class Policy:
     def from_config(cls, config: SparseKVConfig) -> Policy:
         return cls(
             budget=config.budget,
+            hysteresis=config.hysteresis,
             guide=config.guide if config.most_rows == 2 else "chain",
             guide_attends=config.guide_attends,
             rows="auto" if config.rows == "auto" else config.most_rows,
@@ -102,4 +104,6 @@ class Policy:
             value = int(value)
         elif key in ("prefetch_cap", "prefetch_floor", "miss_rate") and not (number and 0 <= value <= 1):
             raise ValueError(f"sparse_kv policy {key} takes a number from 0 to 1, got {value!r}")
+        elif key == "hysteresis" and not (number and 0 <= value <= 10):
+            raise ValueError(f"sparse_kv policy {key} takes a number from 0 to 10, got {value!r}")
         return value

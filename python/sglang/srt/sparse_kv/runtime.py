@@ -79,6 +79,11 @@ class SparseKVRuntime:
             device=device,
         )
         slots, context = geometry.max_requests + 1, geometry.max_pages * geometry.page_size
+        self.selected = torch.zeros(  # see ops/hysteresis.py
+            (slots, geometry.num_layers, 2, geometry.kv_heads, geometry.selection_words),
+            dtype=torch.int32,
+            device=device,
+        )
         self.gate = Gate(slots, device)
         self.history = TokenHistory(slots, context, device) if config.keeps_history else None
         clocks = [FIRST_STEP, FIRST_STEP - 1, FIRST_STEP - LONG_UNUSED, FIRST_STEP - LONG_UNUSED - 1]
@@ -88,7 +93,8 @@ class SparseKVRuntime:
         # On the device, so that a captured graph obeys a switch.
         self.prefetch_cap = torch.zeros(1, dtype=torch.int32, device=device)
         self.forced_cap = torch.zeros(1, dtype=torch.int32, device=device)
-        self._set_caps()
+        self.hysteresis = torch.zeros(1, dtype=torch.float32, device=device)
+        self._obey()
         self.recorder = Recorder(config.record, geometry.page_size, geometry.unit_bytes) if config.record else None
         self.guide_hits = torch.zeros(2, dtype=torch.int64, device=device)  # right guesses, guesses
         # Of each request slot since its prefill: units waited for, units fetched ahead.
@@ -130,15 +136,18 @@ class SparseKVRuntime:
         """Starts a step: what was selected until now may leave the cache."""
         self._clocks += 1
 
-    def _set_caps(self) -> None:
+    def _obey(self) -> None:
+        """Writes what the policy says to where kernels read it."""
+        self.hysteresis.fill_(self.policy.hysteresis)
         cap = self.shape.prefetch_pages(self.policy.prefetch_cap)
         self.prefetch_cap.fill_(cap if self.policy.prefetch else -1)
         self.forced_cap.fill_(self.shape.forced_pages if self.policy.prefetch else -1)
 
     def reset_requests(self, req: torch.Tensor) -> None:
-        """Forgets predictions of request slots, int [N]: their owner may have changed."""
+        """Forgets what request slots, int [N], predicted and selected: their owner may have changed."""
         # Not by assignment: torch would bring the number to the device, and wait until it is there.
         self.predicted.index_fill_(0, req.long(), NONE)
+        self.selected.index_fill_(0, req.long(), 0)
         self.fetched.index_fill_(0, req.long(), 0)
 
     def note_guides(self, guess: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -201,7 +210,7 @@ class SparseKVRuntime:
         self.cache.limit_slots(new.cache_slots)  # empties it, so that each policy starts from nothing
         self.predicted.fill_(NONE)
         self.policy, self.shape = new, shape
-        self._set_caps()
+        self._obey()
 
     def _impose_misses(self, rate: float) -> None:
         if self.device.type == "cpu":
@@ -264,6 +273,7 @@ class SparseKVRuntime:
         self.transfer.join_all()
         self.cache.flush()
         self.predicted.fill_(NONE)
+        self.selected.zero_()
 
     # ------------------------------------------------------------ what really happened
 

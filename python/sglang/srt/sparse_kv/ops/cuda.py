@@ -23,6 +23,7 @@ import torch
 from sglang.srt.sparse_kv.ops import abi, build
 from sglang.srt.sparse_kv.ops.attend import Inputs, attend, attend_block, attend_inputs, merge
 from sglang.srt.sparse_kv.ops.cuda_batch import count_guides, decode_step
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.launching import (
     capturing_safe,
     contiguous,
@@ -171,10 +172,11 @@ def score(q, landmarks, table, lo, hi, scale: float, inputs: Inputs | None = Non
     return Scores(logits, partials, lo, hi, (n, rows, heads, group, width))
 
 
-def select(scores, table, length, active, shape, budget_pages: int, keep=None) -> Selection:
+def select(scores, table, length, active, shape, budget_pages: int, keep=None, last: Last | None = None) -> Selection:
     """As reference.select. scores: a handle from `score`, or float32 [N, R, H, MP]. keep: its rows may be strided.
 
-    With a handle, the other tensors must be older than that score: they are read while it runs.
+    With a handle, the other tensors must be older than that score: they are read while it runs. last: with a
+    handle only.
     """
     if budget_pages > MAX_BUDGET_PAGES:
         raise ValueError(f"select: at most {MAX_BUDGET_PAGES} pages of budget, got {budget_pages}")
@@ -196,6 +198,14 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None) -
         raise ValueError(f"select: keep must be rows of at least {budget_pages} int32, got {list(predicted.shape)}")
     args.keep = ints(None if keep is None else keep[1], "keep")
     args.keep_stride, args.keep_stride_head = predicted.stride(0), predicted.stride(1)
+    if last is not None:
+        if args.logits is None:
+            raise ValueError("select: the last selection counts for the scores of a handle alone, got a tensor")
+        bits = last.bits
+        if bits.dtype != torch.int32 or not bits[0].is_contiguous():
+            raise ValueError("select: the last selections must be rows of contiguous int32 [2, H, W]")
+        args.last, args.owner, args.bonus = pointer(bits), ints(last.owner, "owner"), pointer(last.bonus)
+        args.last_stride, args.last_words = bits.stride(0), bits.shape[3]
     if scores_in_global_memory(device, width):
         args.rest = pointer(workspace(device).buffer("scores", n * rows * heads * width, torch.float32))
     args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)

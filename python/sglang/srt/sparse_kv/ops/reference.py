@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.landmarks import Landmarks, store, vectors
 
 NONE = -1
@@ -183,14 +184,19 @@ class Selection:
     predicted: torch.Tensor | None
 
 
-def select(scores, table, length, active, shape, budget_pages: int, keep=None) -> Selection:
+def select(scores, table, length, active, shape, budget_pages: int, keep=None, last: Last | None = None) -> Selection:
     """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N].
 
     keep: (int32 [rows, H, >= K], int64 [N]) takes each request's prediction into its row; rows of padded requests may
-    repeat.
+    repeat. last: what the request's step before selected, which counts for more, and which this selection replaces.
     """
+    if last is not None:
+        scores = last.favoured(scores, length, shape.sink_pages)
     best = top_pages(scores, budget_pages)  # [N, R, H, K]
     best = torch.where(active[:, None, None, None], best, NONE)
+    if last is not None:
+        competed = active & ((scores[:, 0, 0] > float("-inf")).sum(-1) > budget_pages)
+        last.remember(best[:, 0], competed, length, shape.sink_pages)
     logical, num_pages = assemble(best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width)
     logical = torch.where(active[:, None, None], logical, NONE)
     if keep is not None:
