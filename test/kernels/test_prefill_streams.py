@@ -116,6 +116,8 @@ def test_edits_ahead_change_no_bit(device, seed):
 def test_tables_are_edited_while_a_prefix_is_under_way(gpu):
     transfer = StreamTransfer(gpu)
     table, seen = torch.zeros(1, device=gpu), torch.zeros(3, device=gpu)
+    seen[:1].copy_(table.clone().add_(1))  # loading a kernel would wait for all that runs
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     for number in range(3):
         planned = transfer.edit(lambda: table.add_(1).clone())
