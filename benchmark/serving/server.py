@@ -208,11 +208,12 @@ def _family(pid: int) -> set[int]:
 
 
 def nvidia_smi(query: str) -> list[list[str]] | None:
-    """Rows of an nvidia-smi query as stripped fields; None where there is no GPU."""
+    """Rows of an nvidia-smi query as stripped fields, of the GPUs that this process sees; None where there is none."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")  # which it does not look at by itself
     try:
-        result = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if result.returncode:

@@ -89,6 +89,8 @@ def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "clients": options.clients,
         "longest": longest,
+        "host_tokens": plan["host_tokens"],
+        "cache_tokens": plan["slots"] * plan["shape"]["page_size"],
         "requests": sum(tally.done.values()),
         "tokens": tally.tokens,
         "done": dict(sorted(tally.done.items())),

@@ -15,6 +15,8 @@ import requests
 from benchmark.serving.server import nvidia_smi
 
 MIB = 1 << 20
+# Of the server's counters, those of the page cache.
+COUNTED = ("selected", "hit", "missed", "prefetched", "useful", "evicted")
 
 
 def pid_behind(url: str) -> int:
@@ -56,9 +58,8 @@ class Watch:
             "rss_mib": sum(sizes.values()),
             "processes_mib": sizes,
             "gpu_mib": sum(int(row[0]) for row in gpu if row[0].isdigit()),
-            "selected": total["selected"],
-            "hit": total["hit"],
             "steps": found["steps"],
+            **{name: total[name] for name in COUNTED},
         }
 
     def stop(self) -> None:
@@ -89,6 +90,7 @@ def verdict(samples: list[dict[str, Any]], growth: float, drop: float) -> dict[s
         complaints.append(f"the hit rate fell from {rates[0]:.3f} to {rates[1]:.3f}")
     if last[-1]["steps"] <= middle[0]["steps"]:
         complaints.append("no step was made")
+    found["counted"] = {name: last[-1][name] - samples[0][name] for name in ("steps", *COUNTED)}
     gone = set(samples[0]["processes_mib"]) - set(samples[-1]["processes_mib"])
     if gone:
         complaints.append(f"processes ended: {', '.join(sorted(gone))}")

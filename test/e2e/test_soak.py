@@ -27,11 +27,13 @@ def test_half_a_minute_of_agents(sparse: Server, tmp_path: Path):
     sparse.policy(budget=256)
     found = soak(sparse, 30, tmp_path / "soak.json", "--growth", "0.1", "--drop", "0.3")
     assert found["requests"] >= 6 and found["tokens"] > 50
+    assert found["host_tokens"] > 0 < found["cache_tokens"] and found["counted"]["hit"] > 0
 
 
 def sample(second: int, rss: float = 1000, hit: float = 0.9, steps: int = 1) -> dict:
     processes = {"1": rss}
-    counts = {"selected": 100 * second, "hit": round(100 * hit * second), "steps": steps * second}
+    counts = dict.fromkeys(watch.COUNTED, 0) | {"selected": 100 * second, "hit": round(100 * hit * second)}
+    counts["steps"] = steps * second
     return {"seconds": second, "rss_mib": rss, "gpu_mib": 0, "processes_mib": processes, **counts}
 
 
@@ -47,5 +49,8 @@ def sample(second: int, rss: float = 1000, hit: float = 0.9, steps: int = 1) -> 
     ],
 )
 def test_what_is_not_flat_is_noticed(samples, complaint):
-    found = watch.verdict(samples, growth=0.02, drop=0.1)["complaints"]
-    assert (not found) if complaint is None else complaint in found[0]
+    found = watch.verdict(samples, growth=0.02, drop=0.1)
+    complaints = found["complaints"]
+    assert (not complaints) if complaint is None else complaint in complaints[0]
+    if len(samples) > 5:
+        assert found["counted"]["selected"] == 2900

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -302,6 +303,17 @@ def test_a_gpu_that_an_ended_process_still_holds_is_waited_for(monkeypatch):
     monkeypatch.setattr(server, "nvidia_smi", lambda query: None)
     server.wait_for_gpus(said.append, seconds=0)
     assert len(said) == 1
+
+
+def test_only_the_gpus_of_this_process_are_looked_at(monkeypatch, tmp_path):
+    stand_in = tmp_path / "nvidia-smi"
+    stand_in.write_text('#!/bin/sh\necho "$@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for visible, wanted in (("", False), ("1,3", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        (row,) = server.nvidia_smi("--query-gpu=memory.used")
+        assert ("--id=1" in " ".join(row)) == wanted
 
 
 def test_memory_is_watched_on_each_gpu(monkeypatch):
