@@ -134,3 +134,13 @@ def test_token_ids_beyond_the_vocabulary_are_refused(sparse: Server):
         ):
             reply = requests.post(sparse.url + path, json=body, timeout=60)
             assert reply.status_code == 400 and f"token id {wrong} and this model knows 0 to 49151" in reply.text
+
+
+def test_lists_in_place_of_one_value_are_refused(sparse: Server):
+    """SGLang splits them for many prompts; for one, its scheduler adds them to text or compares them with a number."""
+    for wrong in ({"lora_id": ["a"]}, {"extra_key": ["a"], "lora_id": "a"}, {"logprob_start_len": [0]}):
+        body = {"text": "One, two,", "return_logprob": True, "sampling_params": {"max_new_tokens": 2}, **wrong}
+        reply = requests.post(f"{sparse.url}/generate", json=body, timeout=60)
+        assert reply.status_code == 400 and f"{next(iter(wrong))} is a list and the prompt is one" in reply.text
+    each = {"text": ["One, two,", "Three,"], "return_logprob": True, "logprob_start_len": [0, 1]}
+    assert requests.post(f"{sparse.url}/generate", json={**body, **each}, timeout=60).ok

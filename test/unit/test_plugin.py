@@ -295,7 +295,7 @@ def test_token_ids_that_the_model_does_not_know_are_refused(model, wrong):
 
     def ask(server_args, ids):
         manager = types.SimpleNamespace(server_args=server_args, model_config=types.SimpleNamespace(vocab_size=100))
-        launch.known_tokens(lambda self, obj, input_ids: checked.append(input_ids), manager, None, ids)
+        launch.sound_request(lambda self, obj, input_ids: checked.append(input_ids), manager, None, ids)
 
     dense, sparse = ServerArgs(model_path=model), ServerArgs(model_path=model, sparse_kv="dualdecoder")
     with pytest.raises(ValueError, match=rf"^sglang-dualdecoder: .* token id {wrong} and .* 0 to 99; [^\n]+\.$"):
@@ -305,6 +305,29 @@ def test_token_ids_that_the_model_does_not_know_are_refused(model, wrong):
         ask(sparse, ids)
     ask(dense, [wrong])
     assert checked == [*right, [wrong]]
+
+
+def test_lists_in_place_of_one_prompts_values_are_refused(model):
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    manager = types.SimpleNamespace(model_config=types.SimpleNamespace(vocab_size=100))
+    checked = []
+
+    def ask(sparse, request):
+        manager.server_args = ServerArgs(model_path=model, sparse_kv=sparse)
+        request.normalize_batch_and_arguments()
+        for each in [request] if request.is_single else [request[i] for i in range(request.batch_size)]:
+            launch.sound_request(lambda self, obj, input_ids: checked.append(obj), manager, each, [1, 2])
+
+    wrong = {"extra_key": ["a"], "lora_id": ["a"], "return_logprob": [True], "top_logprobs_num": [5], "rid": ["a"]}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=rf"^sglang-dualdecoder: {name} is a list and [^\n]+\.$"):
+            ask("dualdecoder", GenerateReqInput(text="a", **{name: value}))
+        ask(None, GenerateReqInput(text="a", **{name: value}))
+        ask("dualdecoder", GenerateReqInput(text=["a"], **{name: value}))
+    lists = {"token_ids_logprob": [1], "stream": True, "session_params": {"id": "a"}}
+    ask("dualdecoder", GenerateReqInput(input_ids=[1, 2], return_hidden_states="last", **lists))
+    assert len(checked) == 2 * len(wrong) + 1
 
 
 # ------------------------------------------------------------ inside a scheduler

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import multiprocessing
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,17 +69,34 @@ async def keep_memory(original: Callable, self: Any, obj: Any, request: Any = No
     await original(self, obj, request)
 
 
-def known_tokens(original: Callable, self: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """AROUND ``TokenizerManager._validate_one_request``: ids of a prompt lie within the vocabulary."""
-    if input_ids and config_of(self.server_args) is not None:
+def sound_request(original: Callable, self: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """AROUND ``TokenizerManager._validate_one_request``: what the scheduler takes on trust, of one prompt."""
+    if config_of(self.server_args) is not None:
         size = self.model_config.vocab_size
-        for bound in (min(input_ids), max(input_ids)):
+        for bound in (min(input_ids), max(input_ids)) if input_ids else ():
             if not 0 <= bound < size:
                 raise ValueError(
                     f"sglang-dualdecoder: the prompt has token id {bound} and this model knows 0 to {size - 1}; "
                     "send ids of the model's own tokenizer."
                 )
+        for name in _single_values():
+            if isinstance(getattr(obj, name, None), (list, dict)):
+                raise ValueError(
+                    f"sglang-dualdecoder: {name} is a list and the prompt is one; send one value, or a list of prompts."
+                )
     original(self, obj, input_ids)
+
+
+@functools.cache
+def _single_values() -> tuple[str, ...]:
+    """Fields of which the scheduler takes one value for each prompt. HTTP requests may give a list, for many prompts;
+    SGLang splits it for many, and hands it on as it is for one.
+    """
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    simple = {str, int, bool, type(None)}
+    hints = typing.get_type_hints(TokenizedGenerateReqInput)
+    return tuple(name for name, hint in hints.items() if {*(typing.get_args(hint) or (hint,))} <= simple)
 
 
 # ------------------------------------------------------------ in a scheduler process

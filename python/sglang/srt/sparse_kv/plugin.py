@@ -133,9 +133,9 @@ HOOKS = (
         HookType.AROUND,
         LAUNCHER,
         ("self", "obj", "input_ids"),
-        "launch:known_tokens",
-        "refuses token ids that the model does not know; SGLang has the check and does not call it",
-        "one request with such an id ends the server: it is looked up in the embeddings",
+        "launch:sound_request",
+        "refuses token ids that the model does not know, and lists where a prompt has one value; SGLang checks none",
+        "one such request ends the server: an id is looked up in the embeddings, a list is compared with a number",
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
