@@ -37,38 +37,44 @@ MISS_SHARE = 0.9
 INTERFERENCE = 0.3
 
 
+# Share of a selection that layers without a cache of their own wait for: residency none, 4 requests of 32K tokens
+# (2026-11-30-h200-serving-paper).
+WAITING = 0.14
+
+
 @dataclass(frozen=True)
 class MissCurve:
     """Shares of a selection that are brought from the host, by slots per request and page of it.
 
     demand: (slots ÷ (requests times pages of a selection), share missing when nothing is fetched ahead).
     remaining: share of it that is still waited for when predictions are fetched. extra: units moved then, over the
-    demand. waiting: share of a selection that layers without a cache of their own wait for. source: where measured.
+    demand. source: where measured.
     """
 
     name: str
     demand: tuple[tuple[float, float], ...]
     remaining: float
     extra: float
-    waiting: float
     source: str
 
 
-LOW = MissCurve(
-    "low",
-    ((1.0, 0.246), (2.0, 0.074), (4.0, 0.030)),
-    0.16,
-    1.13,
-    0.05,
-    "small model, real text of 6K to 7K tokens, temperature 0.6",
-)
+# The default budget and hysteresis, temperature 0.6, positions beyond the small model's training.
 HIGH = MissCurve(
     "high",
-    ((3.79, 0.0704), (5.21, 0.044), (10.4, 0.0118)),
-    0.38,
-    1.24,
-    0.24,
-    "8B shape, 32K tokens, positions beyond the model's training, temperature 0.6, budget 1536",
+    ((3.79, 0.0448), (5.21, 0.0299), (10.4, 0.0095)),
+    0.36,
+    1.25,
+    "8B shape, 8, 16 and 22 requests of 32K tokens (2026-11-30-h200-serving-hysteresis)",
+)
+# One point with hysteresis. With fewer slots misses rise steeply, and nothing was measured since: there it has the
+# small model's shares from before hysteresis, when more was missed. With more slots it has the slope of the high one.
+LOW = MissCurve(
+    "low",
+    ((1.0, 0.246), (2.0, 0.074), (2.87, 0.0163), (10.4, 0.0019)),
+    0.22,
+    1.13,
+    "8B shape, 32 requests of 8K tokens (2026-11-30-h200-rows-8k); below it the small model, texts of 6K to 7K tokens, "
+    "without hysteresis",
 )
 CURVES = (LOW, HIGH)
 
@@ -132,7 +138,7 @@ def transfers(load: Load, curve: MissCurve, requests: int, context: int, slots: 
     missed = share * curve.remaining
     if load.rows == 1:
         moved = missed = share
-    missed = (1 - scoped) * missed + scoped * curve.waiting
+    missed = (1 - scoped) * missed + scoped * WAITING
     moved = max((1 - scoped) * moved + scoped, missed)
     return Transfers(selected * missed, selected * (moved - missed))
 
