@@ -7,6 +7,7 @@ import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.ops.hysteresis import Last
+from sparse_rig import Rig
 
 PAGE, HEADS, WORDS, PAGES = 8, 2, 3, 90
 SHAPE = SelectionShape.from_tokens(PAGE, 6 * PAGE, 2 * PAGE, 3 * PAGE)
@@ -112,3 +113,42 @@ def test_padded_rows_remember_nothing():
     last = memory([2, 0], 2.0)
     step(last, torch.randn(2, 2, HEADS, PAGES), torch.tensor([500, 500]), active=torch.tensor([True, False]))
     assert last.bits[2].any() and not last.bits[0].any()
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(hysteresis=2.0)
+    rig.start(1)
+    rig.extend({1: 300})
+    for _ in range(6):
+        rig.decode([1])
+    assert rig.runtime.selected[1].any()
+    return rig
+
+
+def test_a_prefill_forgets(rig):
+    rig.extend({1: 5})
+    assert not rig.runtime.selected.any()
+    rig.decode([1])
+    rig.runtime.flush()
+    assert not rig.runtime.selected.any()
+
+
+def test_a_server_that_forgets_or_does_not_is_noticed(rig):
+    """The oracle of every other test would see it."""
+    rig.runtime.selected.zero_()
+    with pytest.raises(AssertionError):
+        for _ in range(8):
+            rig.decode([1])
+
+
+def test_a_policy_switches_it(rig):
+    with pytest.raises(ValueError, match="from 0 to 10, got 11"):
+        rig.runtime.apply_policy({"hysteresis": 11})
+    for value in (0, 2):
+        rig.runtime.apply_policy({"hysteresis": value})
+    rig.decode([1])
+    rig.runtime.apply_policy({"hysteresis": 0})
+    with pytest.raises(AssertionError):  # the oracle goes on with 2
+        for _ in range(8):
+            rig.decode([1])
