@@ -76,9 +76,11 @@ class Client:
         self.draw, self.seed = random.Random(seed), seed
         self.http = requests.Session()
         self._tokens = self._number = 0
+        self._until = float("inf")
 
     def run(self, until: float) -> None:
         """Asks until the monotonic clock says `until`."""
+        self._until = until
         kinds: dict[Callable[[], None], int] = {
             self.talk: 4,
             self.fork: 2,
@@ -111,6 +113,8 @@ class Client:
             body = {"model": "served", "messages": messages, "max_tokens": self._few(), "temperature": 0.7}
             choice = self._post("/v1/chat/completions", body)["choices"][0]
             messages.append({"role": "assistant", "content": choice["message"]["content"] or "..."})
+            if time.monotonic() > self._until:
+                break
 
     def fork(self) -> None:
         parameters = {"n": 3, "temperature": 0.8, "max_new_tokens": self._few()}

@@ -17,8 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         wanted = [*getattr(item, "fixturenames", ())]
-        if "served" in wanted and hasattr(item, "callspec"):
-            wanted.append(item.callspec.params["served"])
+        if "served" in wanted:
+            wanted.append(item.callspec.params["served"] if hasattr(item, "callspec") else item.cls.served_by)
         return max((names.index(name) for name in wanted if name in names), default=-1)
 
     items.sort(key=place)
@@ -26,8 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, demo_model: str, tmp_path_factory) -> Iterator[Fleet]:
-    modules = {item.module: None for item in request.session.items if hasattr(item, "module")}
-    found = {value: None for module in modules for value in vars(module).values() if hasattr(value, "recorded_on")}
+    modules: dict[Any, bool] = {}  # those with tests to run, and whether slow ones are among them
+    for item in request.session.items:
+        if hasattr(item, "module"):
+            modules[item.module] = modules.get(item.module, False) or item.get_closest_marker("slow") is not None
+    found = {
+        value: None
+        for module, slow in modules.items()
+        for value in vars(module).values()
+        if hasattr(value, "recorded_on") and (slow or not value.slow)
+    }
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     fleet = Fleet(KINDS, demo_model, tmp_path_factory.mktemp("servers"), shared, found)

@@ -9,7 +9,7 @@ from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
 
 PAGE = 16
-PAIR_TOKENS, PAIR_BUDGET = 2816, 256
+PAIR_TOKENS, PAIR_BUDGET = 1536, 96
 SMALL_POOL_TOKENS = 1024
 
 

@@ -336,15 +336,15 @@ def _key(scenario: Scenario) -> str:
     return f"{scenario.__module__}.{scenario.__qualname__}"
 
 
-def recorded(*kinds: str) -> Callable[[Scenario], Scenario]:
+def recorded(*kinds: str, slow: bool = False) -> Callable[[Scenario], Scenario]:
     """Marks a function of a server whose results tests need of other servers too.
 
     It runs right after such a server has started; the fixture `recorded_on` hands out what it returned. So no two
-    servers need to be up at once.
+    servers need to be up at once. slow: only slow tests ask for it.
     """
 
     def mark(scenario: Scenario) -> Scenario:
-        scenario.recorded_on = kinds  # type: ignore[attr-defined]
+        scenario.recorded_on, scenario.slow = kinds, slow  # type: ignore[attr-defined]
         return scenario
 
     return mark

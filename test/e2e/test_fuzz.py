@@ -102,9 +102,10 @@ def for_clients(path: str) -> bool:
     )
 
 
-def fuzz(server: Server, seconds: float, number: int, wanted: Callable[[str], bool]) -> Counter[str]:
-    """Tries rounds of 25 requests until the time is over. Returns how often each operation was tried; under "5xx", how
-    often SGLang had no better answer, under "broken", how often a reply broke off.
+def fuzz(server: Server, seconds: float, least: int, number: int, wanted: Callable[[str], bool]) -> Counter[str]:
+    """Tries rounds of 25 requests until the time is over and what people use most was tried so often at `least`.
+    Returns how often each operation was tried; under "5xx", how often SGLang had no better answer, under "broken", how
+    often a reply broke off.
     """
     tried: Counter[str] = Counter()
     strategies = cases(server, wanted)
@@ -137,7 +138,7 @@ def fuzz(server: Server, seconds: float, number: int, wanted: Callable[[str], bo
     for round in itertools.count():
         # Not one long run: Hypothesis would first try to be sure that a failure can be had again.
         seed(f"{number} {round}")(ROUND(given(st.data())(one)))()
-        if time.monotonic() > until:
+        if time.monotonic() > until and all(tried[name] >= least for name in OFTEN):
             return tried
 
 
@@ -154,10 +155,10 @@ def ours(log: str) -> list[str]:
     return found
 
 
-def check(server: Server, seconds: float, number: int, wanted: Callable[[str], bool]) -> Counter[str]:
+def check(server: Server, seconds: float, least: int, number: int, wanted: Callable[[str], bool]) -> Counter[str]:
     expected = server.ask(TWENTY[6], 8)
     server.check_idle()
-    tried = fuzz(server, seconds, number, wanted)
+    tried = fuzz(server, seconds, least, number, wanted)
     server.wait_idle()
     assert_same_tokens([server.ask(TWENTY[6], 8)], [expected], "after fuzzing")
     wrong = ours(server.news())
@@ -174,12 +175,12 @@ def test_whose_traceback_it_is():
 
 
 def test_a_round_of_requests(sparse: Server):
-    tried = check(sparse, 4, 0, for_clients)
-    assert all(tried[name] for name in OFTEN), tried
+    tried = check(sparse, 4, 1, 0, for_clients)
+    assert sum(tried.values()) >= 25, tried
 
 
 @pytest.mark.slow
 def test_minutes_of_requests(sparse: Server):
-    tried = check(sparse, 300, 1, lambda path: path not in LEFT_OUT)
+    tried = check(sparse, 300, 50, 1, lambda path: path not in LEFT_OUT)
     print(sum(tried.values()), dict(tried))
-    assert all(tried[name] >= 50 for name in OFTEN) and len(tried) > 60, tried
+    assert len(tried) > 60, tried

@@ -7,9 +7,9 @@ from checks import assert_same_bits, assert_same_tokens
 from serving import Answer, Server
 from texts import question
 
-BUDGET, TOKENS = 512, 24
-SELECTION = 32 + 1 + 5  # pages: budget, sink, window with the open page
-PROMPTS = [question("records", 4800, 2000), question("code", 5600)]
+BUDGET, TOKENS = 256, 16
+SELECTION = 16 + 1 + 5  # pages: budget, sink, window with the open page
+PROMPTS = [question("records", 2400, 2000), question("code", 2800)]
 
 
 def answers(server: Server) -> list[Answer]:

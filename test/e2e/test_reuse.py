@@ -13,12 +13,12 @@ from serving import Answer, Server
 from texts import chat, excerpt
 
 TOKENS = 16
-SELECTION = 16 + 1 + 5  # pages: budget, sink, window with the open page
-# Three texts of about 1300 tokens; the pool holds two of them.
+SELECTION = 6 + 1 + 5  # pages: budget, sink, window with the open page
+# Three texts of about 700 tokens; the pool holds two of them.
 TEXTS = [
-    chat(excerpt("records", 3100, 1000) + "\n\nName the most expensive of these items."),
-    chat(excerpt("licence", 6200, 2000) + "\n\nSum up the duties that follow from this text."),
-    chat(excerpt("code", 3900, 3000) + "\n\nDescribe this program."),
+    chat(excerpt("records", 1600, 1000) + "\n\nName the most expensive of these items."),
+    chat(excerpt("licence", 3250, 2000) + "\n\nSum up the duties that follow from this text."),
+    chat(excerpt("code", 2050, 3000) + "\n\nDescribe this program."),
 ]
 ORDER = (0, 1, 2, 0, 2, 1)
 POISONED = {"poison": True, "check": True}

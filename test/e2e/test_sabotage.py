@@ -1,6 +1,6 @@
 """Predictions made useless on purpose: the counters must show it, and the text must not.
 
-Two requests of about 2000 tokens decode side by side over the smallest legal cache, a quarter of their KV.
+Two requests of about 1300 tokens decode side by side over the smallest legal cache, a quarter of their KV.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from checks import assert_same_tokens
 from serving import Answer, Server
 from texts import question
 
-BUDGET, TOKENS = 256, 32
-SELECTION = 16 + 1 + 5  # pages: budget, sink, window with the open page
-SLOTS = 2 * (SELECTION + 1) + 16  # the capacity rule, with a budget of prefetch headroom
-PROMPTS = [question("records", 4950, 11000), question("code", 6500, 9000)]
+BUDGET, TOKENS = 128, 32
+SELECTION = 8 + 1 + 5  # pages: budget, sink, window with the open page
+SLOTS = 2 * (SELECTION + 1) + 8  # the capacity rule, with a budget of prefetch headroom
+PROMPTS = [question("records", 3250, 11000), question("code", 4300, 9000)]
 RUNS = {
     "honest": {},
     "right guide": {"guide": "forced"},

@@ -25,12 +25,12 @@ def total(samples: dict, name: str) -> float:
 
 
 def test_a_request_shows_at_metrics(sparse):
-    sparse.policy(budget=256, cache_slots=64)
+    sparse.policy(budget=128, cache_slots=32)
     before = scrape(sparse.url)
-    sparse.ask(excerpt("code", 6000), tokens=40)  # five intervals of the log; shorter requests have no guide at first
-    for values in ({"budget": 256, "cache_slots": 64}, {"skip_scores": True}):  # the second selects every page
+    sparse.ask(excerpt("code", 3000), tokens=40)  # five intervals of the log; shorter requests have no guide at first
+    for values in ({"budget": 128, "cache_slots": 32}, {"skip_scores": True}):  # the second selects every page
         sparse.policy(rows=1, **values)
-        sparse.ask(excerpt("code", 3000), tokens=16)
+        sparse.ask(excerpt("code", 1500), tokens=16)
     after = scrape(sparse.url)
     for name, _ in (*prometheus.LAYER_COUNTERS.values(), *prometheus.COUNTERS.values()):
         if name == "link_busy_seconds_total":
@@ -45,9 +45,9 @@ def test_a_request_shows_at_metrics(sparse):
 
 
 def test_a_request_is_told_what_it_cost(sparse):
-    sparse.policy(budget=256, cache_slots=64, guide="forced")
+    sparse.policy(budget=128, cache_slots=32, guide="forced")
     asking, other = sparse.ask_all(
-        [excerpt("code", 5000), excerpt("tale", 3000)],
+        [excerpt("code", 2500), excerpt("tale", 2000)],
         tokens=12,
         each=[{"custom_params": {"sparse_kv_info": True}, "ignore_eos": True}, {}],
     )

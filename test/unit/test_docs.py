@@ -232,7 +232,7 @@ EVIDENCE = (
     (r"python -m sglang\.launch_server", _RESULTS + "2026-11-29-h200-serving-32k-3.json"),
     (r"python -m benchmark\.predictability", _E2E + "predictability.py::test_a_study_of_two_contexts"),
     (r"python -m benchmark\.models\.", _E2E + "benchmark.py::test_a_model_is_inflated_and_checked"),
-    (r"python -m benchmark\.soak\.run", _E2E + "soak.py::test_half_a_minute_of_agents"),
+    (r"python -m benchmark\.soak\.run", _E2E + "soak.py::test_agents_for_a_while"),
     (r"python -m benchmark\.quality\.recall", _UNIT + "recall.py::test_the_command"),
     (r"python -m benchmark\.quality\.grid", _UNIT + "answers.py::test_the_grid_continues_where_it_stopped"),
     (r"python -m benchmark\.quality\.plot", _UNIT + "quality_plot.py::test_the_command"),
