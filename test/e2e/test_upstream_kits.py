@@ -5,19 +5,39 @@ docs/reliability.md lists those that are not here, and why.
 
 from __future__ import annotations
 
+import json
 import unittest
+from pathlib import Path
 
 import pytest
 import requests
+from sglang.test import kl_test_utils
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin, WaitingTimeoutMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
 from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
 from sglang.test.kits.matched_stop_kit import MatchedStopMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
-from sglang.test.kits.spec_server_kits import SpecLogprobKit
+from sglang.test.kits.spec_server_kits import SpecGrammarKit, SpecLogprobKit
+from texts import excerpt
+from transformers import AutoTokenizer
+
+KINDS_OF_TEXT = ("tale", "licence", "code", "records")
+# The kit's, with an end to both: this model counts a population in zeros without one.
+CITY = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[\\w]{1,20}$"},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+    },
+    "required": ["name", "population"],
+    "additionalProperties": False,
+}
 
 
 class Alive:
@@ -56,22 +76,54 @@ class TestStops(MatchedStopMixin, Kit):
 
 @pytest.mark.slow
 class TestJSON(JSONConstrainedMixin, Kit):
-    test_json_generate = None  # this model counts a population in zeros without an end
+    json_schema = json.dumps(CITY)
 
 
 @pytest.mark.slow
 class TestRegex(RegexConstrainedMixin, Kit):
-    pass
+    test_regex_generate_custom_log_format = None  # as below
 
 
 @pytest.mark.slow
 class TestEBNF(EBNFConstrainedMixin, Kit):
-    pass
+    test_ebnf_generate_custom_log_format = None  # [a-z]+ at a temperature: now and then this model finds no end of it
 
 
 @pytest.mark.slow
 class TestStress(BasicSchedulerStressMixin, Kit):
+    test_concurrent_requests = None  # this model knows none of the capitals after the kit's first line
     test_long_prompt = None  # 8000 tokens are more than this model takes; test_long_contexts.py has 7000
+
+
+@pytest.mark.slow
+class TestDecode(BasicDecodeCorrectnessMixin, Kit):
+    # This model cannot multiply, names other colours, and has no answer to a request for a sentence.
+    test_basic_math = test_color_completion = test_ascii_ratio = None
+
+
+@pytest.mark.slow
+class TestGrammar(SpecGrammarKit, Kit):
+    pass
+
+
+@pytest.mark.slow
+class TestLogprobs(KLDivergenceMixin, Kit):
+    """A prefill of a whole answer gives each token the logprob that decoding it gave, over a prefix that a prefill left
+    in the cache, and over one that decoding left.
+    """
+
+    kl_div_thres = 1e-6
+    kl_div_max_samples = 8
+    kl_div_prefill_max_new_tokens = kl_div_decode_max_new_tokens = 24
+
+    @pytest.fixture(autouse=True)
+    def _prompts(self, _server):
+        """Texts of ours, in place of a download, and what the kit asks its class."""
+        texts = [excerpt(kind, length, 700) for kind in KINDS_OF_TEXT for length in (900, 2200)]
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        key = f"{self.model}_{kl_test_utils.DEFAULT_PROMPT_TOKENS}_{kl_test_utils.DEFAULT_NUM_SAMPLES}"
+        kl_test_utils._cached_input_ids[key] = [tokenizer.encode(text) for text in texts]
+        type(self).base_url, type(self).model = self.base_url, self.model
 
 
 @pytest.mark.slow
@@ -92,6 +144,21 @@ class TestQueueing(WaitingTimeoutMixin, Kit):
     """One request runs at a time, and those which have waited for a second end."""
 
     served_by = "queueing"
+
+
+@pytest.mark.slow
+def test_turns_hit_the_cache(sparse, demo_model: str, tmp_path: Path):
+    """Six clients, four rounds: each finds all closed pages of the round before."""
+    talks = [
+        {"conversations": [{"value": excerpt(kind, 1500, start)}, {"value": "Yes."}]}
+        for kind in KINDS_OF_TEXT
+        for start in range(0, 2000, 200)
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    found = run_multiturn_cache_hit_test(
+        sparse.url, demo_model, 6, 4, 150, 12, sub_question_input_length=60, dataset_path=str(tmp_path / "talks.json")
+    )
+    assert found["overall"]["cache_hit_rate"] > 0.5
 
 
 @pytest.mark.slow
