@@ -12,6 +12,7 @@ from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.decode import decode_layer
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.ops import landmarks
+from sglang.srt.sparse_kv.ops.reference import COUNTERS
 from sglang.srt.sparse_kv.prefill import Prefill
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -203,6 +204,21 @@ class Rig:
         sinks = range(min(shape.sink_pages, first))
         pages = sorted({*sinks, *chosen, *range(first, length // p + 1)})
         return torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
+
+
+def small_blocks(rig: Rig, pages: int) -> Rig:
+    """Staging slots of so few pages that a short prefix needs several turns."""
+    tokens = pages * rig.geometry.page_size
+    rig.prefill.staging = rig.prefill.staging[:, :, :, :tokens].clone().fill_(float("nan"))
+    return rig
+
+
+def resident(rig: Rig, layer: int, page: int) -> list[bool]:
+    return (rig.runtime.cache.views[layer].slot_of[:, page] >= 0).tolist()
+
+
+def counters(rig: Rig) -> dict[str, int]:
+    return dict(zip(COUNTERS, rig.runtime.cache.counters.sum(0).tolist()))
 
 
 def page_logits(queries, pages: list[torch.Tensor]) -> torch.Tensor:
