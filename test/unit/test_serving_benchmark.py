@@ -221,7 +221,8 @@ def test_a_policy_may_be_for_some_batches_and_lengths_only(tmp_path):
 def test_plain_sglang_with_its_host_cache(tmp_path, capsys):
     asked = ["--model", "m", "--output", str(tmp_path / "result.json"), "--variants", "hicache", "--host-memory"]
     command = options.command(options.parse([*asked, "48GB"]), "hicache")
-    assert command[-3:] == ["--enable-hierarchical-cache", "--hicache-size", "48"] and "--sparse-kv" not in command
+    own = ["--enable-hierarchical-cache", "--hicache-size", "48", *options.HICACHE]
+    assert command[-len(own) :] == own and "--sparse-kv" not in command
     with pytest.raises(SystemExit):
         options.parse([*asked, "auto"])
     assert "whole GB" in capsys.readouterr().err
