@@ -119,10 +119,11 @@ def test_tables_are_edited_while_a_prefix_is_under_way(gpu):
     seen[:1].copy_(table.clone().add_(1))  # loading a kernel would wait for all that runs
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
+    plans = []  # kept, as a prefill keeps its own: a plan's memory is the next edit's once nobody holds it
     for number in range(3):
-        planned = transfer.edit(lambda: table.add_(1).clone())
+        plans.append(transfer.edit(lambda: table.add_(1).clone()))
 
-        def copy(number=number, planned=planned):
+        def copy(number=number, planned=plans[-1]):
             torch.cuda._sleep(100_000_000)
             seen[number : number + 1].copy_(planned)
 
