@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 from layers import copied, make_layer, random_selection
 from sglang.srt.sparse_kv.geometry import SelectionShape
@@ -70,6 +71,17 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, loc[:7] // page_size), target)
     full = torch.full((7,), page_size, device=gpu)
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, torch.arange(7, device=gpu) + 11, full, clock), target)
+    chosen = torch.arange(7, device=gpu) + 21
+    absent = cuda_prefill.absent([view, *others], chosen)
+    plan = cuda_prefill.plan_stage(view, chosen, full, clock, absent[0])
+    place = torch.zeros((7, *view.host.shape[1:]), dtype=dtype, device=gpu)
+    cuda_prefill.stage(view, plan, target, parts="resident")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cuda_prefill.land(view, np.array([[21, 0, 7]]), place)
+    torch.cuda.synchronize()
+    cuda_prefill.stage_landed(view, plan, target, place, 0, 7)
+    cuda_prefill.stage(view, plan, target, parts="missing")
     cuda_prefill.refresh(view, chunk, chunk, loc, loc[-1:] // page_size, torch.tensor([page_size], device=gpu), clock)
     slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
     cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)

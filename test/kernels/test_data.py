@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
+from sglang.srt.sparse_kv.landing import runs_of
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
@@ -225,6 +228,81 @@ def test_stage(engine, page_size, dim, dtype, install):
         assert torch.equal(view.counters.cpu(), expected_view.counters)
         same_tables(view, expected_view, before)
         assert count < 17 or (view.counters[-2:] > 0).all()
+
+
+@contextlib.contextmanager
+def elsewhere(device):
+    """A stream of its own on a GPU: many copies at once are not for the default one."""
+    if device.type != "cuda":
+        yield
+        return
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield
+    here.wait_stream(side)
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+@pytest.mark.parametrize("install", [False, True])
+def test_stage_with_pages_that_land(engine, page_size, dim, dtype, install):
+    """Any pages land, resident ones too, in pieces; the rest comes as before."""
+    heads, pages, slots = 3, 80, 30
+    for seed, count in enumerate((1, 17, 50)):
+        view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=0.7)
+        random = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(pages - 1, generator=random)[:count] + 1
+        chosen[count // 2 :] = chosen[count // 2 :].sort().values
+        due = (torch.rand(count, generator=random) < 0.7).to(torch.uint8) * heads
+        tokens = torch.full((count,), page_size)
+        tokens[-1:] = page_size // 2
+        whole = torch.full((2, heads, (count + 2) * page_size, dim), 9.0, dtype=dtype, device=engine.device)
+        expected, expected_view, before = whole.cpu().clone(), copy_of(view), copy_of(view)
+        step = torch.tensor([STEP - 4], dtype=torch.int32)
+        place = torch.full((7, heads, 2, page_size, dim), 7.0, dtype=dtype)
+        for ops, seen, into, device in (
+            (reference_prefill, expected_view, expected, torch.device("cpu")),
+            (cuda_prefill, view, whole, engine.device),
+        ):
+            more = [t.to(device) for t in (tokens, step)] if install else [None, None]
+            plan = ops.plan_stage(seen, chosen.to(device), *more, due.to(device))
+            target, landing = into[:, :, : count * page_size], place.to(device)
+            ops.stage(seen, plan, target, parts="resident")
+            for first in range(0, count, 7):
+                part = slice(first, first + 7)
+                runs = runs_of(chosen[part].numpy(), due[part].numpy())
+                with elsewhere(device):
+                    ops.land(seen, runs, landing)
+                ops.stage_landed(seen, plan, target, landing, first, len(chosen[part]))
+            ops.stage(seen, plan, target, parts="missing")
+        ours = whole.cpu()
+        for staged in (ours, expected):  # what lies behind the last page's tokens is of no account
+            staged[:, :, count * page_size - page_size // 2 : count * page_size] = 0
+        assert torch.equal(ours, expected)
+        assert torch.equal(view.counters.cpu(), expected_view.counters)
+        same_tables(view, expected_view, before)
+
+
+def test_absent(engine):
+    views = [
+        make_layer(seed, engine.device, 5, 30, 60, 16, 64, torch.float16, resident=share)
+        for seed, share in enumerate((0.0, 0.4, 1.0))
+    ]
+    for count in (1, 40):
+        pages = torch.randperm(60, generator=torch.Generator().manual_seed(count))[:count].to(torch.int32)
+        found = cuda_prefill.absent(views, pages.to(engine.device)).cpu()
+        expected = reference_prefill.absent([copy_of(view) for view in views], pages)
+        assert torch.equal(found, expected) and found.dtype == torch.uint8
+    assert 0 < int(found.sum()) < 15 * 40
+
+
+def test_land_refuses_what_it_cannot_fill(engine):
+    view = make_layer(0, engine.device, 2, 8, 40, dim=64)
+    place = torch.zeros((3, 2, 2, 16, 64), dtype=view.kv.dtype, device=engine.device)
+    with pytest.raises(ValueError, match="int64"):
+        cuda_prefill.land(view, np.zeros((1, 3), np.int32), place)
+    with pytest.raises(ValueError, match="as the host's"):
+        cuda_prefill.land(view, np.zeros((1, 3), np.int64), place[:, :1])
 
 
 def staged_after_all_plans(engine, view, blocks, order=None) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.sparse_kv import planner
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry
+from sglang.srt.sparse_kv.landing import Landing
 from sglang.srt.sparse_kv.prefill import Prefill
 from sglang.srt.sparse_kv.runtime import LONG_UNUSED, SparseKVRuntime
 from sglang.srt.sparse_kv.transfer import PlainTransfer, ReorderedTransfer, StreamTransfer
@@ -50,8 +51,12 @@ class Disturbed(StreamTransfer):
         return super()._beside(side, late, ready)
 
 
-def live(device: torch.device, transfer) -> tuple[list[torch.Tensor], SparseKVRuntime, torch.Tensor]:
-    """The outputs of STORY, the runtime after it, and the pages of the first request that are full then."""
+def live(
+    device: torch.device, transfer, lands: bool = False
+) -> tuple[list[torch.Tensor], SparseKVRuntime, torch.Tensor]:
+    """The outputs of STORY, the runtime after it, and the pages of the first request that are full then. lands: pages
+    that are missing come by the copy engine, six at a time.
+    """
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     geometry = Geometry(LAYERS, HEADS, GROUP, DIM, PAGE, 0, 70, 0, dtype, BLOCK * PAGE)
     config = SparseKVConfig.from_dict({"debug": True, "budget": 8 * PAGE, "sinks": PAGE, "window": PAGE})
@@ -63,6 +68,9 @@ def live(device: torch.device, transfer) -> tuple[list[torch.Tensor], SparseKVRu
     runtime.cache.limit_slots(SLOTS)
     prefill = Prefill(runtime)
     prefill.staging = prefill.staging[:, :, :, : BLOCK * PAGE].clone()
+    prefill.landing = Landing(runtime) if lands else None
+    if lands:
+        prefill.landing.places = prefill.landing.places[:, :6].clone()
     runtime.transfer = transfer
     random = torch.Generator().manual_seed(0)
     order = torch.randperm(PAGES, generator=random) + 1
@@ -93,13 +101,14 @@ def live(device: torch.device, transfer) -> tuple[list[torch.Tensor], SparseKVRu
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("seed", range(3))
-def test_edits_ahead_change_no_bit(device, seed):
+@pytest.mark.parametrize("lands", [False, True])
+def test_edits_ahead_and_landings_change_no_bit(device, seed, lands):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     ahead = Disturbed(device, seed) if device.type == "cuda" else ReorderedTransfer(seed)
     expected, reference, _ = live(device, PlainTransfer())
-    found, runtime, full = live(device, ahead)
+    found, runtime, full = live(device, ahead, lands)
     assert all(bool(out.isfinite().all()) for out in expected)
     assert all(map(torch.equal, found, expected))
     assert torch.equal(runtime.cache.counters, reference.cache.counters)
@@ -111,6 +120,30 @@ def test_edits_ahead_change_no_bit(device, seed):
         page = full.to(device)[place]
         held = mine.kv[head, mine.slot_of[head, page].long()].cpu()
         assert len(held) > HEADS * SLOTS // 2 and torch.equal(held, mine.host[page.cpu(), head.cpu()])
+
+
+def test_a_place_is_not_landed_on_before_it_is_left(gpu):
+    """Two places, five pieces, second legs that take long: each finds its own piece."""
+    transfer = StreamTransfer(gpu)
+    places, seen = torch.zeros(2, 1, device=gpu), torch.zeros(5, device=gpu)
+    source = torch.arange(1.0, 6.0).pin_memory()
+
+    def leg(number):
+        def first():
+            places[number % 2].copy_(source[number : number + 1], non_blocking=True)
+
+        def second():
+            torch.cuda._sleep(2_000_000)
+            seen[number : number + 1].copy_(places[number % 2])
+
+        return first, second
+
+    for _ in range(2):
+        seen.zero_()
+        transfer.relay("prefix", lambda: None, [leg(number) for number in range(3)], lambda: None)
+        transfer.relay("more", lambda: None, [leg(number) for number in (3, 4)], lambda: None)
+        transfer.join_all()
+        assert seen.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_tables_are_edited_while_a_prefix_is_under_way(gpu):

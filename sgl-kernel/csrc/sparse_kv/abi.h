@@ -166,8 +166,32 @@ struct SkvStage {
   int32_t* slots;    // [count * heads] result of the look-up: where a unit is read from, negative: from the host
   int32_t* list;     // [count * heads] likewise: units that are not resident
   int32_t* missing;  // [1] likewise: how many they are
+  const uint8_t* due;   // [count] nonzero: a page that lands, whose missing units are not listed; null: none does
+  const void* landing;  // [places][heads] units, pages from place `first` on
+  int64_t first;
+  int64_t places;
   int64_t count;
   int64_t blocks;  // of the movers
+  int64_t parts;   // SKV_RESIDENT, SKV_MISSING, or both
+};
+constexpr int64_t SKV_RESIDENT = 1, SKV_MISSING = 2;
+
+// Pages of a layer on their way by the copy engine.
+struct SkvLand {
+  const int64_t* runs;  // [count][3] in host memory: first page, its place in the landing, pages
+  void* landing;        // [places][heads] units
+  int64_t count;
+};
+
+// How many heads of each page are not resident.
+struct SkvAbsent {
+  const int64_t* tables;  // [layers] addresses of slot_of, in device memory
+  SkvInts pages;          // [count]
+  uint8_t* absent;        // [layers][count]
+  int64_t layers;
+  int64_t heads;
+  int64_t num_pages;
+  int64_t count;
 };
 
 struct SkvChunk {

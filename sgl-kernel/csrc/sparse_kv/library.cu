@@ -17,7 +17,7 @@ SKV_EXPORT int64_t skv_sizes(int64_t* sizes, int64_t room) {
   const int64_t all[] = {sizeof(SkvInts),   sizeof(SkvView),   sizeof(SkvWork),  sizeof(SkvResolve),
                          sizeof(SkvAppend), sizeof(SkvScore),  sizeof(SkvSelect), sizeof(SkvGather),
                          sizeof(SkvStage),  sizeof(SkvChunk),  sizeof(SkvStep),
-                         sizeof(SkvAttend), sizeof(Launch)};
+                         sizeof(SkvAttend), sizeof(SkvLand),  sizeof(SkvAbsent), sizeof(Launch)};
   const int64_t count = sizeof(all) / sizeof(all[0]);
   for (int64_t i = 0; i < count && i < room; ++i) sizes[i] = all[i];
   return count;

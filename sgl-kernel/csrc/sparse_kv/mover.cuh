@@ -199,4 +199,25 @@ inline bool use_bulk(const SkvView& view, int device) {
   return major_version(device) >= 9 && mover_stages(view, device) > kStoresInFlight;
 }
 
+inline size_t shared_bytes(const SkvView& view, int stages) {
+  return static_cast<size_t>(stages) * 2 * view.page_size * view.head_dim * (view.dtype == SKV_FP32 ? 4 : 2);
+}
+
+constexpr int kPlainThreads = 512;
+
+template <bool kBulk, typename Rows>
+__device__ __forceinline__ void move(const SkvView& view, const Rows& rows, char* stages, int num_stages,
+                                     MoverScratch& scratch, const int32_t* urgent) {
+  if (kBulk) {
+    move_bulk(view, rows, stages, num_stages, scratch, urgent);
+  } else {
+    move_plain(view, rows, urgent);
+  }
+}
+
+__device__ __forceinline__ int share(int total) {
+  int mine = total - static_cast<int>(blockIdx.x);
+  return mine > 0 ? (mine - 1) / static_cast<int>(gridDim.x) + 1 : 0;
+}
+
 }  // namespace skv

@@ -17,6 +17,7 @@ from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_lay
 # both slots take at most this share of the memory that is free for KV.
 STAGING_TOKENS = (40960, 24576, 16384, 8192)
 STAGING_SHARE = 0.025
+LANDING_TOKENS = 4096  # of each of two places where pieces of a prefix land: 0.3 ms of a PCIe 5 link at 8B
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 LEFT = "left to SGLang (activations, graphs, workspaces)"
 ONE_ROW_GRAPHS = "graphs for one row"
@@ -51,6 +52,11 @@ class Plan:
     unused: int = 0
     estimates: tuple[dict[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
+
+    @property
+    def landing_pages(self) -> int:
+        """Of each of the two places where pieces of a prefix land."""
+        return min(LANDING_TOKENS, self.staging_tokens) // self.shape.page_size
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as builtins."""
@@ -93,6 +99,7 @@ def device_bytes(
     if config.keeps_history:
         sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
     if cuda:
+        sizes["prefill landing"] = staging_bytes(geometry, min(LANDING_TOKENS, geometry.staging_tokens))
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
         if config.rows == "auto":
             sizes[ONE_ROW_GRAPHS] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES

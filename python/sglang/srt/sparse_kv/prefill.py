@@ -7,7 +7,8 @@ last block, if the slot has room, so that one call attends to both; partial resu
 is exact and device memory does not grow with the prefix.
 
 The compute stream only attends. A block's units are looked up, and given slots, while the block before is still on its
-way, so that the link does not wait for tables. All edits of the cache's tables in a prefill are made one after the
+way, so that the link does not wait for tables. Where a layer lacks nearly all of a block, whole pages come by the
+copy engine (`landing.py`). All edits of the cache's tables in a prefill are made one after the
 other, and all moves of the prefix too, in the same order: so a block has read a slot before a later one fills it, and
 finds in it what an earlier one brought. The chunk may take slots that its layer's blocks were given: its refresh comes
 after the layer's attention, which has joined their moves. All of it is over before the forward ends.
@@ -15,10 +16,12 @@ after the layer's attention, which has joined their moves. All of it is over bef
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from sglang.srt.sparse_kv.landing import Absent, Landing
 from sglang.srt.sparse_kv.ops.reference import physical_pages
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
@@ -30,6 +33,11 @@ class Block:
     pages: torch.Tensor  # int32 [M] physical
     page_tokens: torch.Tensor  # int32 [M] tokens of the prefix in each
     tokens: int  # in all of them
+    first: int = 0  # of its pages, among all that the prefill stages
+
+    @property
+    def part(self) -> slice:
+        return slice(self.first, self.first + len(self.pages))
 
 
 @dataclass
@@ -48,6 +56,7 @@ class PrefillStep:
     begun: torch.Tensor  # int32 [B] physical pages whose first token the batch writes, in the order of their tokens
     begun_tokens: torch.Tensor  # int32 [B] tokens in each
     loc: torch.Tensor  # int [T] host slots of the batch's tokens
+    absent: Absent | None = None  # what may land of the blocks
 
 
 class Prefill:
@@ -57,6 +66,7 @@ class Prefill:
         tokens = runtime.plan.staging_tokens // geometry.page_size * geometry.page_size
         shape = (2, 2, geometry.kv_heads, tokens, geometry.head_dim)
         self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
+        self.landing = Landing(runtime) if runtime.ops.lands() else None
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
         self._plans: list[object] = [None, None]  # of both slots, kept alive until the next one's
@@ -86,6 +96,10 @@ class Prefill:
         counts = torch.tensor(begun_tokens, dtype=torch.int32).to(tables.device, non_blocking=True)
         blocks = [block for chunk in chunks for block in chunk.blocks]
         self.step = PrefillStep(chunks, blocks, torch.cat(begun), counts, loc)
+        if self.landing is not None and blocks:
+            for before, block in itertools.pairwise(blocks):
+                block.first = before.part.stop
+            self.step.absent = self.landing.begin(torch.cat([block.pages for block in blocks]))
         self._staged = 0
         self._stage_next(self.step)  # under what comes before the first layer's attention
 
@@ -170,15 +184,23 @@ class Prefill:
         runtime, blocks = self.runtime, step.blocks
         if self._staged < len(blocks) * runtime.geometry.num_layers:
             layer, number = divmod(self._staged, len(blocks))
-            self._stage(layer, blocks[number], self._staged % 2)
+            self._stage(layer, blocks[number], self._staged % 2, step.absent)
         self._staged += 1
 
-    def _stage(self, layer: int, block: Block, slot: int) -> None:
-        runtime = self.runtime
+    def _stage(self, layer: int, block: Block, slot: int, absent: Absent | None) -> None:
+        runtime, ops = self.runtime, self.runtime.ops
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
         since = None if layer in runtime.cache.scoped else runtime.clock_prefix
         view = runtime.cache.views[layer]
-        plan = runtime.transfer.edit(partial(runtime.ops.plan_stage, view, block.pages, block.page_tokens, since))
-        runtime.transfer.submit(("staging", slot), partial(runtime.ops.stage, view, plan, target), way="prefix")
+        due = absent.due(layer, block.part, runtime.geometry.kv_heads) if absent is not None else None
+        plan = runtime.transfer.edit(
+            partial(ops.plan_stage, view, block.pages, block.page_tokens, since, None if due is None else due.on_device)
+        )
+        stage = partial(ops.stage, view, plan, target)
+        if due is None or self.landing is None:
+            runtime.transfer.submit(("staging", slot), stage, way="prefix")
+        else:
+            begin, end = partial(stage, parts="resident"), partial(stage, parts="missing")
+            runtime.transfer.relay(("staging", slot), begin, self.landing.legs(view, plan, target, due), end)
         # The old one's memory is the next edit's, which comes after this one; this one waits until the old is moved.
         self._plans[slot] = plan

@@ -12,7 +12,8 @@ import dataclasses
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -47,6 +48,21 @@ class Transfer(ABC):
         copy of the edit before it.
         """
         return tables()
+
+    def relay(self, lane: Hashable, begin: Copy, legs: Iterable[tuple[Copy, Copy]], end: Copy) -> None:
+        """Submits copies of a prefix: `begin`, then those that come in two legs, then `end`. The first leg of each may
+        run beside the second of the one before it, and starts when that of the one before the last is over: two places
+        to land are enough for all.
+        """
+
+        def copy() -> None:
+            begin()
+            for first, second in legs:
+                first()
+                second()
+            end()
+
+        self.submit(lane, copy, way="prefix")
 
     @abstractmethod
     def join(self, lane: Hashable) -> None: ...
@@ -238,6 +254,9 @@ class StreamTransfer(Transfer):
         self.streams: dict[Way, torch.cuda.Stream] = {"ahead": torch.cuda.Stream(device)}
         self.streams |= {way: torch.cuda.Stream(device, priority=-1) for way in ways}
         self.edited: torch.cuda.Event | None = None  # by an edit whose copy comes next
+        # First legs, by the copy engine, which need nothing of the current stream but what was there before a forward.
+        self.link = torch.cuda.Stream(device)
+        self.seconds: deque[torch.cuda.Event] = deque(maxlen=2)  # ends of the last second legs of this forward
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
         self.beside = torch.cuda.Stream(device, priority=-1 if BRANCH == "first" else 0)
         self.branched: torch.cuda.Event | None = None
@@ -251,6 +270,26 @@ class StreamTransfer(Transfer):
         if way == "prefix":
             ready, self.edited = self.edited, None
         _, self.landed[lane] = self._beside(self.streams[way], copy, ready)
+
+    def relay(self, lane: Hashable, begin: Copy, legs: Iterable[tuple[Copy, Copy]], end: Copy) -> None:
+        side, ready, self.edited = self.streams["prefix"], self.edited, None
+        here = torch.cuda.current_stream(self.index)
+        _, done = self._beside(side, begin, ready)
+        for first, second in legs:
+            if len(self.seconds) == 2:
+                self.link.wait_event(self.seconds[0])
+            elif not self.seconds:
+                self.link.wait_stream(here)
+            torch.cuda.set_stream(self.link)
+            try:
+                first()
+            finally:
+                torch.cuda.set_stream(here)
+            landed = torch.cuda.Event()
+            landed.record(self.link)
+            _, done = self._beside(side, second, landed)
+            self.seconds.append(done)
+        _, self.landed[lane] = self._beside(side, end, done)
 
     def edit(self, tables: Callable[[], Plan]) -> Plan:
         plan, self.edited = self._beside(self.streams["within"], tables)
@@ -284,6 +323,7 @@ class StreamTransfer(Transfer):
     def join_all(self) -> None:
         for lane in list(self.landed):
             self.join(lane)
+        self.seconds.clear()
 
     def in_flight(self, lane: Hashable) -> bool:
         return lane in self.landed

@@ -168,6 +168,7 @@ class DualDecodeWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(batch.seq_lens)
         result = self._target_worker.forward_batch_generation(batch)
+        self._note_history(batch.reqs)  # under the forward: only decode looks things up
         self._chooser.start(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
         self._forget_guesses(slots)
         result.new_seq_lens = batch.seq_lens
@@ -290,15 +291,19 @@ class DualDecodeWorker(BaseSpecWorker):
         looks_up = [p.top_k == 1 or p.temperature < guide.LOOK_UP_BELOW for p in params]
         self.guide_state.looks_up[slots] = self._upload(looks_up, torch.bool)
         for req in batch.reqs:
-            if self.runtime.history is not None:
-                # All of a prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
-                self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
             self._started.discard(req.req_pool_idx)
             self._informed.pop(req.req_pool_idx, None)
             if asks(req):
                 self._informed[req.req_pool_idx] = (0, 0)
             if self.config.most_rows == 2:
                 self._plan_look_ahead(req)
+
+    def _note_history(self, reqs: list) -> None:
+        """All of each prompt, what the radix cache holds of it too: each chunk again, a few bytes a token."""
+        if self.runtime.history is None:
+            return
+        for req in reqs:
+            self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
 
     def _upload(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         pinned = is_pin_memory_available(self.device)

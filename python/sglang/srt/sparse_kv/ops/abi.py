@@ -52,8 +52,13 @@ Select: Any = _struct(
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct(
-    "Stage", "pages:n tokens:n target:p stride_values:i stride_head:i slots:p list:p missing:p count:i blocks:i"
+    "Stage",
+    "pages:n tokens:n target:p stride_values:i stride_head:i slots:p list:p missing:p due:p landing:p first:i places:i "
+    "count:i blocks:i parts:i",
 )
+RESIDENT, MISSING = 1, 2  # parts of a stage
+Land: Any = _struct("Land", "runs:p landing:p count:i")
+Absent: Any = _struct("Absent", "tables:p pages:n absent:p layers:i heads:i num_pages:i count:i")
 Chunk: Any = _struct("Chunk", "k:p v:p stride_k:i stride_v:i loc:n tokens:i through:i")
 Step: Any = _struct(
     "Step",
@@ -73,7 +78,7 @@ class Launch(ctypes.Structure):
     _fields_ = [("stream", c_void_p), ("device", c_int), ("overlap", c_int)]
 
 
-STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Step, Attend, Launch)
+STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chunk, Step, Attend, Land, Absent, Launch)
 
 # Every function ends with a Launch and returns a CUDA status. Structs named twice may be null from the second on.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -86,6 +91,9 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "gather": (View, Work, Gather),
     "plan_stage": (View, Work, Resolve, Stage),
     "stage": (View, Stage),
+    "stage_landed": (View, Stage),
+    "land": (View, Land),
+    "absent": (Absent,),
     "store_chunk": (View, Chunk),
     "fill": (View, Chunk),
     "refresh": (View, Work, Resolve, Chunk, c_int64),
@@ -107,6 +115,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
         structs = [POINTER(a) if issubclass(a, ctypes.Structure) else a for a in (*arguments, Launch)]
         function.argtypes, function.restype = structs, c_int
     library.skv_error.argtypes, library.skv_error.restype = [c_int], c_char_p
+    library.skv_lands.argtypes, library.skv_lands.restype = [], c_int64
     library.skv_sources.argtypes, library.skv_sources.restype = [], c_char_p
     library.skv_device_pointer.argtypes, library.skv_device_pointer.restype = [c_void_p, c_int64], c_void_p
     library.skv_select_shared.argtypes, library.skv_select_shared.restype = [c_int64], c_int64

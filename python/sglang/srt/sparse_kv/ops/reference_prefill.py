@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from sglang.srt.sparse_kv.ops.landmarks import store
 from sglang.srt.sparse_kv.ops.reference import (
@@ -19,38 +21,95 @@ from sglang.srt.sparse_kv.ops.reference import (
 )
 
 
+def lands() -> bool:
+    """Whether pages may come in two legs, `land` and `stage_landed`. Only where the first has an engine of its own."""
+    return False
+
+
+def absent(views: Sequence[LayerView], pages: torch.Tensor) -> torch.Tensor:
+    """How many heads of each page, int [M], are not resident in each layer: uint8 [L, M]."""
+    return torch.stack([(view.slot_of[:, pages.long()] < 0).sum(0) for view in views]).to(torch.uint8)
+
+
 @dataclass
 class StagePlan:
     pages: torch.Tensor  # int [M]
     slots: torch.Tensor  # int [M, H] that units are read from, NONE from the host
+    due: torch.Tensor  # bool [M] pages that land
     fetch: Fetch | None  # what takes slots beside
 
 
-def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None) -> StagePlan:
+def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None, due=None) -> StagePlan:
     """Looks up where the units of a prefix's pages, int [M], are. With a step, those that are not resident take slots
     with stamp < step, as far as slots reach, where decode will find them; tokens int [M] of each page, None when all
-    are full. Edits tables only: `stage` moves.
+    are full. due: uint8 [M], nonzero for pages that land; None: none does. Edits tables only: `stage` moves.
     """
     slots = view.slot_of[:, pages.long()].T.long()
     resident = int((slots >= 0).sum())
     view.counters[PREFIX_CACHE] += resident
     view.counters[PREFIX_HOST] += slots.numel() - resident
-    return StagePlan(pages, slots, None if step is None else install(view, pages, tokens, step))
+    due = torch.zeros(len(pages), dtype=torch.bool) if due is None else due.bool()
+    return StagePlan(pages, slots, due, None if step is None else install(view, pages, tokens, step))
 
 
-def stage(view: LayerView, plan: StagePlan, target: torch.Tensor) -> None:
+def stage(view: LayerView, plan: StagePlan, target: torch.Tensor, parts: str = "all") -> None:
     """Copies the pages of a plan into target [2, H, M*P, D] (keys, values) on the device: units that were resident from
-    their slots, the rest from the host, and those of them that took slots into these too.
+    their slots, the rest from the host, and those of them that took slots into these too. parts: "all" where no page
+    lands; else "resident" before, and after it "missing", which leaves out the pages that land.
 
     Plans of one layer are staged in the order in which they were made: a later one may have given away a slot that an
     earlier one reads, or name one that an earlier one fills.
     """
-    units = view.host[plan.pages.long()].to(view.kv.device)  # [M, H, 2, P, D]
     place, head = (plan.slots >= 0).nonzero(as_tuple=True)
-    units[place, head] = view.kv[head, plan.slots[place, head]]
-    target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
-    if plan.fetch is not None:
-        gather(view, plan.fetch)
+    if parts == "all":
+        units = view.host[plan.pages.long()].to(view.kv.device)  # [M, H, 2, P, D]
+        units[place, head] = view.kv[head, plan.slots[place, head]]
+        target.copy_(units.permute(2, 1, 0, 3, 4).reshape(target.shape))
+    elif parts == "resident":
+        _units(target, len(plan.pages))[place, head] = view.kv[head, plan.slots[place, head]]
+    else:
+        place, head = ((plan.slots < 0) & ~plan.due[:, None]).nonzero(as_tuple=True)
+        _units(target, len(plan.pages))[place, head] = view.host[plan.pages[place].long(), head].to(view.kv.device)
+    if parts != "resident" and plan.fetch is not None:
+        gather(view, _only(plan.fetch, plan.pages[~plan.due]))
+
+
+def land(view: LayerView, runs: np.ndarray, landing: torch.Tensor) -> None:
+    """Copies whole pages from the host into a landing [places, H, 2, P, D] on the device.
+
+    runs: int64 [n, 3], consecutive pages each: the first, its place in the landing, how many.
+    """
+    for page, place, count in runs.tolist():
+        landing[place : place + count] = view.host[page : page + count]
+
+
+def stage_landed(
+    view: LayerView, plan: StagePlan, target: torch.Tensor, landing: torch.Tensor, first: int, places: int
+) -> None:
+    """Copies units of pages that have landed, those that were not resident, into target and into the slots that they
+    took. landing [places, H, 2, P, D]: pages of the plan from place `first` on.
+    """
+    part = slice(first, first + places)
+    place, head = ((plan.slots[part] < 0) & plan.due[part, None]).nonzero(as_tuple=True)
+    _units(target, len(plan.pages))[place + first, head] = landing[place, head]
+    if plan.fetch is None:
+        return
+    fetch = _only(plan.fetch, plan.pages[part][plan.due[part]])
+    for page, head_, slot, tokens in fetch.units[: int(fetch.count)].tolist():
+        at = int((plan.pages[part] == page).nonzero()[0])
+        view.kv[head_, slot, :, :tokens] = landing[at, head_, :, :tokens]
+
+
+def _units(target: torch.Tensor, pages: int) -> torch.Tensor:
+    """A staging slot [2, H, M*P, D] by units: [M, H, 2, P, D]."""
+    return target.unflatten(2, (pages, -1)).permute(2, 1, 0, 3, 4)
+
+
+def _only(fetch: Fetch, pages: torch.Tensor) -> Fetch:
+    """The units of some pages."""
+    units = fetch.units[: int(fetch.count)]
+    units = units[torch.isin(units[:, 0], pages.to(units.dtype))]
+    return Fetch(units, torch.tensor(len(units)))
 
 
 def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True) -> None:

@@ -1,0 +1,119 @@
+"""Whole pages of a prefix by the device's copy engine.
+
+Kernels that read host memory bring nine tenths of what a PCIe link can carry; the copy engine brings all of it, but
+takes its orders from the host, which does not know what the cache holds. So the host asks once a prefill, and where
+nearly all heads of a layer's pages are missing, whole pages land beside the cache, piece by piece, and a kernel takes
+them from there to their places. The answer may be old by then: tables are asked again, and what they say counts. A page
+that left the cache meanwhile is brought like any other missing unit, and one that came is read from its slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.sparse_kv.ops.reference import LayerView
+from sglang.srt.sparse_kv.transfer import Copy
+
+if TYPE_CHECKING:
+    from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+# Share of the units of the pages that land which must be missing: what kernels bring of what the copy engine does
+# (48.5 and 55.1 GB/s, one H200), since a page lands whole.
+SHARE = 0.88
+FEW = 16  # pages that are not worth the host's orders
+
+
+class Landing:
+    """Two places where pieces of a prefix land in turn."""
+
+    def __init__(self, runtime: SparseKVRuntime):
+        self.runtime = runtime
+        geometry = runtime.geometry
+        shape = (2, runtime.plan.landing_pages, geometry.kv_heads, 2, geometry.page_size, geometry.head_dim)
+        self.places = torch.zeros(shape, dtype=geometry.dtype, device=runtime.device)
+        self._turn = 0
+        self._runs: dict[tuple[int, int, bytes], np.ndarray] = {}  # of this prefill, by piece and what lands of it
+
+    def begin(self, pages: torch.Tensor) -> Absent | None:
+        """What is missing of a prefill's pages, int32 [M] in the order in which they are staged; None where that is too
+        little to land. Waits for what runs on the device.
+        """
+        self._runs.clear()
+        if len(pages) < FEW:
+            return None
+        absent = self.runtime.ops.absent(self.runtime.cache.views, pages)
+        known, numbers = _to_host(absent, pages)
+        return Absent(absent, known, numbers.astype(np.int64)) if known.any() else None
+
+    def legs(self, view: LayerView, plan: Any, target: torch.Tensor, due: Due) -> Iterator[tuple[Copy, Copy]]:
+        """Both legs of each piece of a block in which pages land; plan and target as in `stage`."""
+        ops, most = self.runtime.ops, self.places.shape[1]
+        for first in range(0, len(due.pages), most):
+            part = slice(first, first + most)
+            key = due.block, first, due.row[part].tobytes()
+            runs = self._runs.get(key)
+            if runs is None:
+                runs = self._runs[key] = runs_of(due.pages[part], due.row[part])
+            if len(runs):
+                place = self.places[self._turn]
+                self._turn = 1 - self._turn
+                second = partial(ops.stage_landed, view, plan, target, place, first, len(due.pages[part]))
+                yield partial(ops.land, view, runs, place), second
+
+
+class Absent:
+    """Heads of each page that a layer's cache lacked when the prefill began: uint8 [L, M] on the device and here.
+    pages int64 [M].
+    """
+
+    def __init__(self, on_device: torch.Tensor, known: np.ndarray, pages: np.ndarray):
+        self._on_device, self._known, self._pages = on_device, known, pages
+
+    def due(self, layer: int, part: slice, heads: int) -> Due | None:
+        """What lands of a layer and a block's pages, if any."""
+        row = self._known[layer, part]
+        landing = np.count_nonzero(row)
+        if landing < FEW or int(row.sum(dtype=np.int64)) < SHARE * landing * heads:
+            return None
+        return Due(part.start, self._pages[part], row, self._on_device[layer, part])
+
+
+@dataclass
+class Due:
+    """Pages of a block that land: those whose row is not zero."""
+
+    block: int  # its first page's place in the prefill
+    pages: np.ndarray  # int64 [M]
+    row: np.ndarray  # uint8 [M]
+    on_device: torch.Tensor  # the same
+
+
+def runs_of(pages: np.ndarray, due: np.ndarray) -> np.ndarray:
+    """Pages that land, as runs of neighbours: int64 [n, 3], each the first page, its place and how many. pages int64
+    [M], due [M].
+    """
+    places = np.flatnonzero(due)
+    if not len(places):
+        return np.empty((0, 3), np.int64)
+    numbers = pages[places]
+    starts = np.flatnonzero(np.r_[True, (np.diff(numbers) != 1) | (np.diff(places) != 1)])
+    lengths = np.diff(np.r_[starts, len(places)])
+    return np.ascontiguousarray(np.stack([numbers[starts], places[starts], lengths], axis=1))
+
+
+def _to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Copies, which the host waits for."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    arrived.synchronize()
+    return [copy.numpy() for copy in copies]

@@ -1,0 +1,146 @@
+"""Prefixes that come in two legs, whole pages first: exact whatever was known of the cache, and used where it pays."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.sparse_kv import landing
+from sglang.srt.sparse_kv.landing import Absent, Landing, runs_of
+from sglang.srt.sparse_kv.runtime import LONG_UNUSED
+from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS
+from sparse_rig import Rig, counters, resident, small_blocks
+
+PAGE = 8
+
+
+def with_landing(rig: Rig, pages: int = 2) -> Rig:
+    """Pieces of so few pages that a block needs several turns of both places."""
+    rig.prefill.landing = made = Landing(rig.runtime)
+    made.places = made.places[:, :pages].clone().fill_(float("nan"))
+    return rig
+
+
+def counting(rig: Rig) -> list[int]:
+    """Pages of each call of `land`."""
+    landed: list[int] = []
+    land = rig.runtime.ops.land
+    rig.runtime.ops.land = lambda view, runs, place: (landed.append(int(runs[:, 2].sum())), land(view, runs, place))
+    return landed
+
+
+@pytest.fixture(autouse=True)
+def every_page_is_worth_it(monkeypatch):
+    monkeypatch.setattr(landing, "FEW", 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_runs_name_each_page_that_lands_once(seed):
+    random = np.random.default_rng(seed)
+    pages = random.permutation(40)[: random.integers(1, 30)] if seed % 2 else np.arange(30) + seed
+    pages = np.sort(pages) if seed % 3 else pages
+    due = random.random(len(pages)) < random.random()
+    runs = runs_of(pages, due)
+    named = [(page + i, place + i) for page, place, count in runs.tolist() for i in range(count)]
+    assert named == [(pages[i], i) for i in np.flatnonzero(due)]
+    joined = [(a, b) for a, b in itertools.pairwise(named) if b == (a[0] + 1, a[1] + 1)]
+    assert len(runs) == len(named) - len(joined), "neighbours go in one run"
+    assert runs.dtype == np.int64 and runs.flags.c_contiguous
+
+
+def story(rig: Rig) -> None:
+    """Prefixes of which all, some or nothing is resident, whole and in part, of two requests that share pages."""
+    for req in (1, 2, 3):
+        rig.start(req)
+    rig.extend({1: 20 * PAGE - 3, 3: 5})
+    rig.runtime.flush()
+    rig.extend({1: PAGE, 3: 1})
+    rig.fork(2, 1, 12 * PAGE)
+    rig.decode([1, 3])
+    for _ in range(LONG_UNUSED + 8):
+        rig.runtime.tick()
+    rig.extend({2: 9 * PAGE + 1, 1: 2, 3: 40})
+    rig.runtime.flush()
+    rig.extend({2: 1, 1: PAGE + 1})
+    rig.decode([1, 2])
+    rig.extend({3: PAGE})
+    rig.runtime.cache.check()
+
+
+@pytest.mark.parametrize("transfer", sorted(set(CPU_TRANSFERS) - {"oracle", "broken"}))
+@pytest.mark.parametrize("residency", ["all", "none"])
+def test_what_lands_is_exact(transfer, residency):
+    for seed in range(3):
+        rig = with_landing(small_blocks(Rig(seed=seed, pages=90, context=400, requests=3, residency=residency), 7))
+        rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width * 3})
+        rig.runtime.transfer = CPU_TRANSFERS[transfer](seed)
+        landed = counting(rig)
+        story(rig)
+        assert sum(landed) > 20 and max(landed) == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_known_of_the_cache_may_be_wrong(seed, monkeypatch):
+    """Pages land that are resident, pages are missing that were not: tables are asked again."""
+    rig = with_landing(small_blocks(Rig(seed=seed, pages=90, context=400, requests=3), 7))
+    rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width * 3})
+    random = torch.Generator().manual_seed(seed)
+
+    def guessed(views, pages):
+        shape = (len(views), len(pages))
+        return torch.where(torch.rand(shape, generator=random) < 0.6, rig.geometry.kv_heads, 0).to(torch.uint8)
+
+    rig.runtime.ops.absent = guessed
+    landed = counting(rig)
+    story(rig)
+    assert landed
+
+
+def test_counters_and_cache_are_those_of_moving_kernels():
+    rigs = [small_blocks(Rig(seed=4, pages=90, context=400, requests=3), 7) for _ in range(2)]
+    with_landing(rigs[1])
+    for rig in rigs:
+        rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width * 3})
+        story(rig)
+    assert counters(rigs[0]) == counters(rigs[1])
+    for mine, theirs in zip(rigs[0].runtime.cache.views, rigs[1].runtime.cache.views, strict=True):
+        assert torch.equal(mine.slot_of, theirs.slot_of) and torch.equal(mine.stamp, theirs.stamp)
+        held = mine.page_of >= 0
+        assert torch.equal(mine.kv[held], theirs.kv[held])
+
+
+@pytest.mark.parametrize("leg", ["land", "stage_landed"])
+def test_without_one_of_its_legs_a_page_is_wrong_text(leg):
+    rig = with_landing(Rig(seed=1, layers=2, pages=60, context=300, requests=1))
+    rig.start(1)
+    rig.extend({1: 10 * PAGE})
+    rig.runtime.flush()
+    setattr(rig.runtime.ops, leg, lambda *args: None)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        rig.extend({1: 1})
+
+
+def test_resident_pages_do_not_land():
+    rig = with_landing(Rig(seed=2, layers=2, pages=60, context=300, requests=1))
+    rig.start(1)
+    rig.extend({1: 10 * PAGE})
+    landed = counting(rig)
+    assert all(resident(rig, 1, rig.owned[1][3]))
+    rig.extend({1: 1})
+    assert landed == []
+    rig.runtime.flush()
+    rig.extend({1: 1})
+    assert sum(landed) == 2 * 11
+
+
+def test_pages_land_where_nearly_all_of_their_heads_are_missing():
+    """Others would cross the link in vain."""
+    known = np.array([[8] * 20 + [0] * 20, [8] * 20 + [6] * 20, [8] * 20 + [7] * 10 + [0] * 10], np.uint8)
+    absent = Absent(torch.from_numpy(known), known, np.arange(40))
+    rows = [absent.due(layer, slice(0, 40), heads=8) for layer in range(3)]
+    assert [row is not None for row in rows] == [True, False, True]
+    assert rows[0].row.tolist() == known[0].tolist() == rows[0].on_device.tolist()
+    assert absent.due(0, slice(10, 40), heads=8).pages.tolist() == list(range(10, 40))
+    assert absent.due(1, slice(0, 20), heads=8) is not None and absent.due(0, slice(20, 40), heads=8) is None
