@@ -39,7 +39,9 @@ OURS = {
     "finish": ATTENTION,
 }
 KERNEL = re.compile(r"\bskv::(\w+?)_kernel\b")
-ATTENTION_KERNEL = re.compile(r"BatchDecode|BatchPrefill|flash_fwd|merge_state", re.IGNORECASE)
+ATTENTION_KERNEL = re.compile(
+    r"BatchDecode|BatchPrefill|SinglePrefill|PrefillWithKVCache|flash_fwd|merge_state", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +124,11 @@ def number(events: list[Event], layers: int) -> list[Event]:
     return sorted(numbered, key=lambda event: event.start)
 
 
-def chrome(events: list[Event], about: dict[str, Any]) -> dict[str, Any]:
+def chrome(events: list[Event], about: dict[str, Any], lanes: tuple[str, ...] = LANES) -> dict[str, Any]:
     """A trace for Perfetto (ui.perfetto.dev) or chrome://tracing: one lane a thread. about: goes along as it is."""
     begin = min(event.start for event in events)
-    rows: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "decode"}}]
-    for tid, lane in enumerate(LANES):
+    rows: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "sparse KV"}}]
+    for tid, lane in enumerate(lanes):
         rows.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": lane}})
         rows.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": tid, "args": {"sort_index": tid}})
     rows += [
@@ -135,7 +137,7 @@ def chrome(events: list[Event], about: dict[str, Any]) -> dict[str, Any]:
             "name": event.name,
             "cat": event.lane,
             "pid": 0,
-            "tid": LANES.index(event.lane),
+            "tid": lanes.index(event.lane),
             "ts": round(event.start - begin, 3),
             "dur": round(event.end - event.start, 3),
             "args": {"step": event.step, "layer": event.layer},
@@ -149,15 +151,15 @@ def summary(events: list[Event]) -> dict[str, float]:
     """Milliseconds a step in each lane, and the share of the time fetching ahead that lies under other lanes."""
     steps = 1 + max(event.step for event in events)
     busy = {lane: [(e.start, e.end) for e in events if e.lane == lane] for lane in LANES[1:]}
-    figures = {lane: _length(_union(spans)) / 1000 / steps for lane, spans in busy.items()}
-    compute = _union([span for lane in LANES[1:-1] for span in busy[lane]])
-    ahead = _union(busy[AHEAD])
-    hidden = _length(compute) + _length(ahead) - _length(_union([*compute, *ahead]))
-    figures["hidden share of fetch ahead"] = hidden / _length(ahead) if ahead else 0.0
+    figures = {lane: length(union(spans)) / 1000 / steps for lane, spans in busy.items()}
+    compute = union([span for lane in LANES[1:-1] for span in busy[lane]])
+    ahead = union(busy[AHEAD])
+    hidden = length(compute) + length(ahead) - length(union([*compute, *ahead]))
+    figures["hidden share of fetch ahead"] = hidden / length(ahead) if ahead else 0.0
     return {name: round(value, 3) for name, value in figures.items()}
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -167,5 +169,5 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _length(spans: list[tuple[float, float]]) -> float:
+def length(spans: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sparse_rig import Rig
 
-from benchmark.timeline import draw, lanes, record
+from benchmark.timeline import draw, lanes, prefill, record
 from benchmark.timeline.__main__ import main
 from benchmark.timeline.lanes import AHEAD, ATTENTION, LAYERS, MODEL, SELECTION, TABLE
 
@@ -108,3 +108,50 @@ def test_a_picture_of_a_layer_that_is_not_there_is_refused():
     events = lanes.number(lanes.read(gpu_profile(layers=2, steps=1)), layers=2)
     with pytest.raises(ValueError, match="no layer 7"):
         draw.svg(events, 0, 7, 2, "title")
+
+
+def copied(start: float, length: float, size: int) -> dict:
+    return kernel("Memcpy HtoD (Pinned -> Device)", start, length, "gpu_memcpy") | {"args": {"bytes": size}}
+
+
+def prefill_profile(layers: int) -> dict:
+    """A hundred microseconds a layer, of which pages land in fifty, in two copies, beside ten of attention."""
+    spans = [copied(0, 1, 4096)]
+    for start in range(0, 100 * layers, 100):
+        spans += [
+            kernel("skv::store_chunk_kernel(SkvView)", start, 20),
+            copied(start + 10, 20, 1 << 20),
+            copied(start + 31, 29, 1 << 20),
+            kernel("skv::look_up_kernel(SkvView)", start + 30, 2),
+            kernel("skv::stage_landed_kernel(SkvView)", start + 61, 5),
+            kernel("void flashinfer::SinglePrefillWithKVCacheKernel<1>(x)", start + 50, 10),
+            kernel("nvjet_hsh_64x8(y)", start + 70, 30),
+        ]
+    return {"traceEvents": spans}
+
+
+def test_a_prefills_copies_are_told_from_what_computes():
+    events = prefill.read(prefill_profile(3), 3)
+    lands = [event for event in events if event.lane == prefill.FROM_HOST]
+    assert [(event.layer, event.start, event.end) for event in lands] == [
+        (i, 100 * i + 10, 100 * i + 60) for i in range(3)
+    ]
+    assert [event.name for event in events if event.lane == prefill.TABLES] == ["look_up"] * 3
+    assert [event.end - event.start for event in events if event.lane == LAYERS] == [100, 100, 60]
+    figures = prefill.summary(events)
+    assert figures[prefill.FROM_HOST] == 0.15 and figures["from the first byte to the last"] == 0.25
+    assert figures["link's share of it"] == 0.6 and figures["share of computation under it"] == round(30 / 121, 3)
+    assert draw.svg(events, 0, 0, 3, "prefill", prefill.LANES).count("land, layer") == 3
+
+
+def test_a_profile_of_something_else_is_no_prefill(tmp_path, capsys):
+    with pytest.raises(ValueError, match="holds 0 layers of prefill"):
+        prefill.read(gpu_profile(layers=2, steps=1), 2)
+    with pytest.raises(ValueError, match="holds 3 layers"):
+        prefill.read(prefill_profile(3), 2)
+    assert main(["--prefill"]) == 1 and "--profile" in capsys.readouterr().err
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(prefill_profile(2)))
+    out, svg = tmp_path / "t.json", tmp_path / "t.svg"
+    assert main(["--prefill", "--profile", str(path), "--layers", "2", "--out", str(out), "--svg", str(svg)]) == 0
+    assert "link's share" in capsys.readouterr().out and "from the host" in svg.read_text()
