@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of texts and sampling")
     parser.add_argument("--stream-interval", type=int, default=4, help="tokens per chunk")
-    parser.add_argument("--budget", type=int, default=1536, help="of the sparse variants (tokens)")
+    parser.add_argument("--budget", type=int, default=1664, help="of the sparse variants (tokens)")
     parser.add_argument("--host-memory", default="auto", help="--sparse-kv-host-memory")
     parser.add_argument("--sparse-config", type=json.loads, default={}, help="more --sparse-kv-config (JSON)")
     parser.add_argument("--server-args", default="", help="added to every server's command line")

@@ -64,7 +64,7 @@ def test_integers_are_exact_however_large(value):
 
 def test_defaults_are_valid_and_match_the_manual():
     config = SparseKVConfig.from_dict({})
-    assert (config.budget, config.sinks, config.window, config.guide, config.most_rows) == (1536, 16, 64, "resync", 2)
+    assert (config.budget, config.sinks, config.window, config.guide, config.most_rows) == (1664, 16, 64, "resync", 2)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_model_that_is_not_served(architecture, model_type, more, word, tmp_pa
 def test_a_model_that_is_served(architecture, model_type, more, tmp_path):
     assert architecture in ARCHITECTURES
     args = prepare_server_args(["--model-path", write_model(tmp_path, architecture, model_type, **more), *ON])
-    assert arguments.config_of(args).budget == 1536
+    assert arguments.config_of(args).budget == 1664
 
 
 def test_a_cpu_without_our_platform(monkeypatch, model):

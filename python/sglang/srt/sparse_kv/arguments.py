@@ -51,7 +51,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sparse-kv-budget",
         metavar="TOKENS",
-        help="Tokens attended per request, layer and KV head, beside sinks and window. Default: 1536.",
+        help="Tokens attended per request, layer and KV head, beside sinks and window. Default: 1664.",
     )
     group.add_argument(
         "--sparse-kv-host-memory",

@@ -118,7 +118,7 @@ class SparseKVConfig:
         record: a file that every decode step's selections are written to, for studies; "" for none. Needs debug.
     """
 
-    budget: int = 1536
+    budget: int = 1664
     host_memory: int | str = "auto"
     guide: str = "resync"
     rows: str | int = "auto"
@@ -126,7 +126,7 @@ class SparseKVConfig:
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
     window: int = 64
-    hysteresis: float = 1.0
+    hysteresis: float = 2.0
     prefetch: bool = True
     prefetch_floor: float = 0.25
     lookahead: int = 8
