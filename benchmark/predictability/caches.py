@@ -22,7 +22,7 @@ class Outcome:
 
     missed: fetched on the critical path. moved: missed and fetched ahead. useful: share of what was fetched ahead that
     was selected before it left. clean: share of (step, layer) pairs without a miss in any head. by_layer: float [L],
-    missed.
+    missed. ahead: of each context int [S, L], units fetched ahead in each step by all heads of a layer.
     """
 
     missed: float
@@ -30,6 +30,7 @@ class Outcome:
     useful: float
     clean: float
     by_layer: np.ndarray
+    ahead: list[np.ndarray]
 
 
 class Replay:
@@ -52,8 +53,8 @@ class Replay:
         self._evict(clock)
         return missing
 
-    def prefetch(self, predicted: np.ndarray, clock: int) -> int:
-        """predicted: int [lanes, K], best first, -1 padded. Returns the units fetched."""
+    def prefetch(self, predicted: np.ndarray, clock: int) -> np.ndarray:
+        """predicted: int [lanes, K], best first, -1 padded. Returns the units fetched, int [lanes]."""
         lanes = np.arange(len(predicted))[:, None]
         valid = predicted >= 0
         stamp = np.where(valid, self.stamp[lanes, predicted], 0)
@@ -67,7 +68,7 @@ class Replay:
         self.stamp[lane, page] = clock
         self.ahead[lane, page] = True
         self._evict(clock)
-        return len(lane)
+        return np.bincount(lane, minlength=len(predicted))
 
     def enter(self, page: int, clock: int) -> None:
         """A page that leaves the window: resident, and soon forgotten."""
@@ -95,7 +96,7 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
         predicted: for each context int [S, L, H, K], what is fetched ahead at the end of each step; None: nothing.
         open_: for each context bool [S, L], whether layers may fetch what a step predicts; None: always.
     """
-    missed, ahead, useful, clean, steps, units = [], 0, 0, [], 0, 0
+    missed, ahead, useful, clean, steps, units = [], [], 0, [], 0, 0
     for number, trace in enumerate(traces):
         count, layers, heads, k = trace.true.shape
         lanes = layers * heads
@@ -103,7 +104,7 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
         guess = None if predicted is None else predicted[number].reshape(count, lanes, k)
         pages = 1 + max(int(true.max()), -1 if guess is None else int(guess.max()))
         cache = Replay(lanes, pages, slots)
-        highest = true.max((1, 2))
+        highest, by_step = true.max((1, 2)), []
         cache.install(int(highest[0]) + 1, 0)
         units = k
         for step in range(count):
@@ -115,7 +116,7 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
             wanted[lane, true[step][lane, rank]] = True
             hits = int((wanted & cache.ahead).sum())
             missing = cache.select(wanted, clock)
-            fetched = 0
+            fetched = np.zeros(lanes, dtype=np.int64)
             if guess is not None:
                 allowed = np.True_ if open_ is None else open_[number][step].repeat(heads)[:, None]
                 fetched = cache.prefetch(np.where(allowed, guess[step], -1), clock)
@@ -123,9 +124,13 @@ def replay(traces: list[Trace], slots: int, predicted: list[np.ndarray] | None, 
                 by_layer = missing.reshape(layers, heads, pages).sum((1, 2))
                 missed.append(by_layer / heads)
                 clean.append(float((by_layer == 0).mean()))
-                ahead, useful, steps = ahead + fetched / lanes, useful + hits / lanes, steps + 1
+                by_step.append(fetched.reshape(layers, heads).sum(1))
+                useful, steps = useful + hits / lanes, steps + 1
+        ahead.append(np.array(by_step).reshape(-1, layers))
     if not steps:
         raise ValueError(f"contexts of {WARM_UP} steps or fewer cannot be replayed; record more tokens.")
     by_layer = np.mean(missed, 0) / units
     share = float(by_layer.mean())
-    return Outcome(share, share + ahead / steps / units, useful / max(ahead, 1e-9), float(np.mean(clean)), by_layer)
+    fetched_ahead = sum(float(of_steps.sum()) for of_steps in ahead) / lanes
+    moved = share + fetched_ahead / steps / units
+    return Outcome(share, moved, useful / max(fetched_ahead, 1e-9), float(np.mean(clean)), by_layer, ahead)

@@ -65,6 +65,7 @@ def test_integers_are_exact_however_large(value):
 def test_defaults_are_valid_and_match_the_manual():
     config = SparseKVConfig.from_dict({})
     assert (config.budget, config.sinks, config.window, config.guide, config.most_rows) == (1664, 16, 64, "resync", 2)
+    assert config.lookahead == "auto" and SparseKVConfig.from_dict({"lookahead": 8}).lookahead == 8
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,8 @@ def test_defaults_are_valid_and_match_the_manual():
         ({"sinks": -1}, "sinks"),
         ({"window": -1}, "window"),
         ({"lookahead": 0}, "lookahead"),
+        ({"lookahead": "half"}, "'auto' or a whole number"),
+        ({"lookahead": 2.0}, "whole number"),
         ({"ring": 1}, "2 to 4"),
         ({"ring": 5}, "2 to 4"),
         ({"seed": -1}, "seed"),

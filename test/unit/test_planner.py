@@ -189,6 +189,14 @@ def test_settings_beyond_the_context_cost_nothing():
     assert all(torch.equal(a, b) for a, b in zip(large.shape.candidate_bounds(length), huge.candidate_bounds(length)))
 
 
+@pytest.mark.parametrize(("asked", "late"), [("auto", 3), (1, 1), (4, 4), (9, 5)])
+def test_without_times_all_but_the_first_layers_fetch_late(asked, late):
+    plan = planner.plan(config(lookahead=asked), model(layers=5), GB, GB, 4)
+    assert plan.lookahead == (late,)
+    said = [reason for reason in plan.reasons if reason.startswith("lookahead: the last 3 of 5 layers fetch ahead")]
+    assert len(said) == (asked == "auto"), "what the user chose needs no reason"
+
+
 def test_steps_of_one_row_take_graphs_of_their_own():
     """Set aside where they are captured: on CUDA, with rows auto."""
     geometry, name = dataclasses.replace(model(), max_requests=20, num_pages=100), "graphs for one row"

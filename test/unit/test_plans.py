@@ -84,6 +84,7 @@ def check(plan: planner.Plan, memory: int) -> None:
     assert sum(plan.outside.values()) + sum(plan.device_bytes.values()) <= memory, "more than there is"
     selection = plan.shape.budget_pages + plan.shape.sink_pages + plan.shape.window_pages
     assert plan.slots >= plan.max_running_requests * (selection + 1) + plan.prefetch_headroom, "the capacity rule"
+    assert len(plan.lookahead) in (1, plan.max_running_requests) and min(plan.lookahead) >= 1
     assert plan.max_running_requests >= 1 and plan.host_tokens >= 2 * plan.shape.page_size
 
 
@@ -278,6 +279,39 @@ def test_a_slower_link_is_counted():
     )
     assert at(full.estimates, 32768)["tokens_per_second"] > at(half.estimates, 32768)["tokens_per_second"]
     assert command.plan(options("llama-3.1-8b", "h200", gpu_memory="40GB"))["plan"] == full
+
+
+def test_a_slower_link_leaves_fewer_layers_late():
+    """As many requests, on slots as many: by the link alone."""
+
+    def late(**more) -> tuple[planner.Plan, str]:
+        given = {"gpu_memory": "46GB", "mem_fraction_static": 0.82, "max_running_requests": 22, **more}
+        result = command.plan(options("llama-3.1-8b", "h200", **given))
+        return result["plan"], report.table(result["plan"])
+
+    (fast, said), (slow, said_too) = late(link_rate="51GB"), late(link_rate="25GB")
+    assert fast.slots == slow.slots and len(fast.lookahead) == len(slow.lookahead) == 22
+    assert all(few <= many for few, many in zip(slow.lookahead, fast.lookahead)) and slow.lookahead != fast.lookahead
+    for plan, text in ((fast, said), (slow, said_too)):
+        assert plan.lookahead[0] == 30 and 16 <= plan.lookahead[-1] < 30
+        assert f"lookahead: the last 30 of 32 layers ({plan.lookahead[-1]} with 22 requests) fetch ahead" in text
+    asked, text = late(config='{"lookahead": 8}')
+    assert asked.lookahead == (8,) and "lookahead" not in text
+    assert late(config='{"lookahead": 99}')[0].lookahead == (32,)
+
+
+def test_buffers_that_fill_first_leave_the_others_more_time():
+    """Layers without a cache of their own begin the step's queue."""
+    shape = model_shape.read(str(MODELS / "llama-3.1-8b.json"), SparseKVConfig())
+
+    def late(residency) -> tuple[int, ...]:
+        config = SparseKVConfig.from_dict({"residency": residency})
+        geometry = shape.geometry(config, 16, 1, 32768)
+        given = split.Given(devices.DEVICES[0], 40 * GB, 96 * GB, 8, shape.weights(1), 32768)
+        return split.plan_gpu(config, geometry, given).lookahead
+
+    most, some = late("all"), late(0.9)
+    assert all(few <= many for few, many in zip(some, most)) and some != most
 
 
 def test_the_batch_is_the_fastest_one():

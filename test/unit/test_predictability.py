@@ -15,6 +15,7 @@ from sglang.srt.sparse_kv.recorder import Recorder
 
 from benchmark.predictability import __main__ as study
 from benchmark.predictability import prompts, report, signals
+from benchmark.predictability.bursts import bursts, excess
 from benchmark.predictability.caches import WARM_UP, replay
 from benchmark.predictability.gates import opened
 from benchmark.predictability.recording import Run, Trace, load
@@ -134,6 +135,35 @@ def test_a_gate_may_stop_one_layer():
     half = np.tile([True, False], (40, 1))
     by_layer = replay([one], 2 * K, [one.predicted], [half]).by_layer
     assert by_layer[0] == 0 and by_layer[1] == replay([one], 2 * K, None).by_layer[1]
+
+
+def test_what_is_fetched_ahead_is_told_by_layer():
+    one = trace(40)
+    half = np.zeros((40, LAYERS), dtype=bool)
+    half[:, 1] = True
+    found = replay([one, one], 2 * K, [one.predicted] * 2, [half] * 2)
+    assert [ahead.shape for ahead in found.ahead] == [(40 - WARM_UP, LAYERS)] * 2
+    assert all(not ahead[:, 0].any() and ahead[:, 1].any() for ahead in found.ahead)
+    units = sum(int(ahead.sum()) for ahead in found.ahead) / (LAYERS * HEADS) / (2 * (40 - WARM_UP))
+    assert found.moved == pytest.approx(found.missed + units / K)
+
+
+def test_the_excess_is_that_of_the_worst_run_of_layers():
+    draw = np.random.default_rng(1)
+    sizes = draw.exponential(1, (50, 7))
+    runs = [(a, b) for a in range(8) for b in range(a, 8)]
+    assert excess(sizes) == pytest.approx([max(row[a:b].sum() - (b - a) for a, b in runs) for row in sizes])
+
+
+def test_bursts_are_of_all_requests_together():
+    even = [np.full((20, 4), 3)]
+    assert bursts(even, 8) == {"layer": 1.0, "step": 1.0, "typical": 0.0, "run": 0.0}
+    one_layer = [np.tile([0, 4, 0, 0], (20, 1))]
+    assert bursts(one_layer, 3) == {"layer": 4.0, "step": 1.0, "typical": 3.0, "run": 3.0}
+    one_step = [np.array([[8] * 4] + [[0] * 4] * 7)]
+    alone, many = bursts(one_step, 1), bursts(one_step, 64)
+    assert alone["run"] == 28.0 > many["run"] > 0 and alone["step"] == 8.0 > many["step"] > 1
+    assert set(bursts([np.zeros((5, 4), dtype=int)], 2).values()) == {0.0}
 
 
 def test_the_engine_s_gate_decides_in_replays():

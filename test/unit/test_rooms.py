@@ -13,7 +13,7 @@ PACKAGE_NAME = "sglang.srt.sparse_kv"
 
 # From the bottom up. A room may import its own floor and those below.
 FLOORS = (
-    {"config", "geometry", "devices", "host_memory", "ranks"},
+    {"config", "geometry", "devices", "host_memory", "ranks", "lookahead"},
     {"ops", "csrc"},
     {"page_cache", "transfer", "policy", "step", "variants", "metrics", "prometheus", "history", "gate"},
     {"recorder"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -98,6 +99,80 @@ def test_ring_buffers_serve_one_layer_at_a_time(ring, residency):
         assert count[layer]["prefetched"] > 0 and count[layer]["useful"] > 0 and count[layer]["wasted"] > 0
         # Only in the first step is nothing predicted yet; the forced pages, the open one among them, always come ahead.
         assert count[layer]["useful"] >= 9 * 2 * 2
+
+
+def planned(rig: Rig, batch: list[int]) -> list[list[tuple[int, int]]]:
+    """What one step plans: (layer, whether early or late) at its begin, and then beside the append of each layer."""
+    schedule, found = rig.runtime.schedule, [[]]
+    plan, due = schedule._plan, schedule.due
+
+    def watch_plan(layer, step, stamp, when):
+        found[-1].append((layer, when))
+        return plan(layer, step, stamp, when)
+
+    def watch_due(layer, step):
+        found.append([])
+        return due(layer, step)
+
+    schedule._plan, schedule.due = watch_plan, watch_due
+    rig.decode(batch)
+    schedule._plan, schedule.due = plan, due
+    return found
+
+
+@pytest.mark.parametrize("late", range(1, 9))
+def test_each_layer_is_fetched_once_a_step(late):
+    """Early ones right after they have predicted, late ones as long before they are needed as there are early ones."""
+    layers = 7
+    rig = Rig(layers=layers, pages=100, context=300, requests=1, lookahead=late)
+    rig.start(1)
+    rig.extend({1: 200})
+    for _ in range(3):
+        begin, *beside = planned(rig, [1])
+        everything = [layer for plans in (begin, *beside) for layer, _ in plans]
+        assert sorted(everything) == list(range(layers))
+        early = max(0, layers - late)
+        for layer, plans in enumerate(beside):
+            assert plans == [
+                *([(layer + early, LATE)] if early and layer < late else []),
+                *([(layer - 1, EARLY)] if 0 < layer <= early else []),
+            ]
+        assert begin == ([] if early else [(layer, LATE) for layer in range(layers)])
+
+
+def test_the_number_of_requests_decides_how_many_layers_are_late():
+    rig = Rig(layers=6, pages=150, context=300, requests=3)
+    rig.runtime.plan = dataclasses.replace(rig.plan, lookahead=(5, 3))
+    for req in (1, 2, 3):
+        rig.start(req)
+        rig.extend({req: 100})
+    for batch, late in (([1], 5), ([1, 2], 3), ([1, 2, 3], 3), ([2], 5)):
+        found = [layer for plans in planned(rig, batch) for layer, when in plans if when == LATE]
+        assert found == list(range(6 - late, 6))
+
+
+def test_no_lookahead_changes_a_bit():
+    """Whatever the number of late layers, of few slots, and where it changes from step to step."""
+
+    def run(lookahead: tuple[int, ...]) -> tuple[list[torch.Tensor], list[dict[str, int]]]:
+        rig = Rig(seed=3, layers=6, pages=150, context=500, requests=2, budget=32)
+        rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width + 4, "check": 1, "transfer": "delayed"})
+        rig.runtime.plan = dataclasses.replace(rig.plan, lookahead=lookahead)
+        for req, length in ((1, 400), (2, 150)):
+            rig.start(req)
+            rig.extend({req: length})
+        outs = []
+        for number in range(12):
+            outs += [out[::2].clone() for out in rig.decode([1] if number % 3 == 2 else [1, 2])]
+            check_counters(rig)
+        return outs, counters(rig)
+
+    first, before = run((1,))
+    for lookahead in [*((late,) for late in range(2, 7)), (1, 6), (6, 1), (5, 3)]:
+        outs, after = run(lookahead)
+        assert all(torch.equal(a, b) for a, b in zip(first, outs, strict=True)), lookahead
+        assert after != before, "nothing was fetched at another time"
+        assert all(layer["prefetched"] > 0 for layer in after)
 
 
 def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():

@@ -243,7 +243,7 @@ def test_the_table_names_every_purpose_once(monkeypatch):
         least, most = row["tokens_per_second"]
         assert 0 < least <= most and f"  {least:.0f} to {most:.0f}  " in text
         assert 1 <= row["requests"] <= plan.max_running_requests
-    assert all(reason in text for reason in plan.reasons)
+    assert all(reason in text for reason in plan.reasons) and "lookahead: the last " in text
 
 
 def test_weights_that_leave_nothing_are_one_sentence(monkeypatch):

@@ -108,7 +108,8 @@ class SparseKVConfig:
             step selected, to take its place, 0..10.
         prefetch: fetch predicted pages ahead of their layer.
         prefetch_floor: least chance of a right guess, by the request's record, that is worth a fetch ahead, 0..1.
-        lookahead: layers, counted from the last, that fetch at the start of the next step.
+        lookahead: layers, counted from the last, that fetch at the start of the next step, or "auto" (the planner
+            decides, by the number of requests).
         prefetch_cap: most pages fetched ahead per request, layer, kv head and step, as a share of the budget, 0..1.
         cache_memory: "auto", or the bytes of the page cache of one rank, as ``parse_size`` reads it.
         ring: layer-sized buffers that the non-resident layers share, 2..4.
@@ -129,7 +130,7 @@ class SparseKVConfig:
     hysteresis: float = 2.0
     prefetch: bool = True
     prefetch_floor: float = 0.25
-    lookahead: int = 8
+    lookahead: int | str = "auto"
     prefetch_cap: float = 1.0
     cache_memory: int | str = "auto"
     ring: int = 3
@@ -201,7 +202,10 @@ class SparseKVConfig:
         _check_int("sinks", self.sinks, low=0)
         _check_int("window", self.window, low=0)
         _check_number("hysteresis", self.hysteresis, low=0, high=10)
-        _check_int("lookahead", self.lookahead, low=1)
+        if isinstance(self.lookahead, str):
+            _check_choice("lookahead", self.lookahead, ("auto",), more=" or a whole number")
+        else:
+            _check_int("lookahead", self.lookahead, low=1)
         _check_int("ring", self.ring, low=2, high=4)
         _check_int("seed", self.seed, low=0, high=2**63 - 1)
         _check_number("prefetch_cap", self.prefetch_cap, low=0, high=1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape, resident_layers
+from sglang.srt.sparse_kv.lookahead import late_layers
 
 # Of a staging slot on a GPU: a prefix of 32K and a chunk of 8K, which one attention call then reads; or fewer, so that
 # both slots take at most this share of the memory that is free for KV.
@@ -29,9 +30,10 @@ class Plan:
     """What was decided. Sizes in bytes of one rank; slots per layer and kv head.
 
     host_bytes: exactly host_tokens of KV. The pool also allocates one page for the dummy, out of what was given.
-    device_bytes: what sparse KV allocates, by purpose. in_use: what is taken once graphs are captured, measured, by
-    purpose; unused: what is left then. estimates: what is expected of requests of some lengths, see split.py. reasons:
-    one sentence for each choice that the user did not make.
+    device_bytes: what sparse KV allocates, by purpose. lookahead: layers, counted from the last, that fetch under the
+    step that needs the pages, by the number of requests in it, from 1; the last entry is for more, too. in_use: what is
+    taken once graphs are captured, measured, by purpose; unused: what is left then. estimates: what is expected of
+    requests of some lengths, see split.py. reasons: one sentence for each choice that the user did not make.
     """
 
     host_bytes: int
@@ -45,6 +47,7 @@ class Plan:
 
     residency: str | float | tuple[int, ...] = "all"
     rows: str | int = 2
+    lookahead: tuple[int, ...] = (1,)
     max_context: int = 0  # tokens of one request, prompt and answer, that the host pool takes
     device: str = ""  # whose figures the estimates use; none without a GPU
     outside: dict[str, int] = dataclasses.field(default_factory=dict)  # device bytes of SGLang and others
@@ -160,6 +163,15 @@ def num_buffers(geometry: Geometry, config: SparseKVConfig) -> int:
     return resident + (config.ring if resident < geometry.num_layers or config.debug else 0)
 
 
+def lookahead_in_words(late: tuple[int, ...], layers: int) -> str:
+    """What was decided of `lookahead`, and why. late: as `Plan.lookahead`."""
+    fewer = f" ({late[-1]} with {len(late)} requests)" if late[-1] != late[0] else ""
+    return (
+        f"lookahead: the last {late[0]} of {layers} layers{fewer} fetch ahead under the step that needs the pages; the "
+        "others, with too few layers before them to hide it, under the one before"
+    )
+
+
 def plan(
     config: SparseKVConfig,
     geometry: Geometry,
@@ -195,6 +207,10 @@ def plan(
     # More slots than the host has pages would never be used.
     slots = min(slots, max(needed_slots(running, shape, geometry.max_pages, headroom), host_pages))
     settled = dataclasses.replace(geometry, max_requests=running, num_pages=host_pages + 1)
+    # By figures of a device split.py knows better. The CPU engine copies at once, so that no transfer takes time.
+    late = late_layers(geometry.num_layers, 0.0, 0.0)
+    if isinstance(config.lookahead, int):
+        late = min(config.lookahead, geometry.num_layers)
     return Plan(
         host_bytes=host_pages * geometry.page_bytes,
         host_tokens=host_pages * geometry.page_size,
@@ -206,5 +222,7 @@ def plan(
         device_bytes=device_bytes(settled, slots, config, shape, cuda),
         residency="all" if config.residency == "auto" else config.residency,
         rows=config.rows if config.most_rows == 2 else 1,
+        lookahead=(late,),
+        reasons=(lookahead_in_words((late,), geometry.num_layers),) if config.lookahead == "auto" else (),
         max_context=max(0, (host_pages - 1) * geometry.page_size - 1),  # SGLang keeps a page in reserve
     )

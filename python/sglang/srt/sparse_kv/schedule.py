@@ -1,10 +1,11 @@
 """What is fetched when.
 
-Resident layers: the guide row of step t predicts, layer by layer, the selection of step t+1. All but the last
-`lookahead` layers fetch it under the rest of step t; the last ones, which would have no time left, fetch it under the
-first layers of step t+1. Tables are edited beside the append of a later layer, one launch for both: planning a prefetch
-then takes no time of its own. Scoped layers: layer j+2's buffer is filled when layer j's attention ends. What the true
-selection still misses is fetched at once and waited for.
+Resident layers: the guide row of step t predicts, layer by layer, the selection of step t+1. The first layers, which
+have none before them to hide in, fetch it early, under the rest of step t; the last ones late, under the first layers
+of step t+1. How many are late the plan says, by the number of requests (`lookahead.py`). Tables are edited beside the
+append of another layer, one launch for both: planning a prefetch then takes no time of its own. Scoped layers: layer
+j+2's buffer is filled when layer j's attention ends. What the true selection still misses is fetched at once and waited
+for.
 
 A step of one row that was chosen because all pages fit the cache fetches nothing ahead (`variants.py`).
 
@@ -22,19 +23,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.sparse_kv.gate import EARLY, LATE
+from sglang.srt.sparse_kv.lookahead import SCOPED_AHEAD
 from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
     from sglang.srt.sparse_kv.step import DecodeStep
 
-SCOPED_AHEAD = 2  # scoped layers whose buffers are filling while one computes
-
 
 class Schedule:
     def __init__(self, runtime: SparseKVRuntime):
         self.runtime = runtime
         self._closed: torch.Tensor | None = None  # int64 [2, N], as step.closed_pages; 0 where the gate is shut
+        self._first_late = 0  # the first layer whose prefetch waits for the next step; 0: all wait
 
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
@@ -42,33 +43,31 @@ class Schedule:
         if not runtime.fetches_ahead:
             return
         self._closed = torch.where(runtime.gate.open[:, step.req], step.closed_pages, 0)
-        for layer in range(max(0, self._first_late), runtime.geometry.num_layers):
-            if layer <= layer - self._first_late and layer not in runtime.cache.scoped:
-                self._prefetch(layer, step)  # no layer before it to hide in: every layer is among the last ones
+        layers, late = runtime.geometry.num_layers, runtime.plan.lookahead
+        self._first_late = layers - late[min(len(step.req), len(late)) - 1]  # graphs fix the number of requests
+        if self._first_late == 0:
+            for layer in range(layers):
+                if layer not in runtime.cache.scoped:
+                    self._prefetch(layer, step)  # each beside its own append would be too late
         for layer in runtime.cache.scoped[:SCOPED_AHEAD]:
             self._begin_scoped(layer, step)
-
-    @property
-    def _first_late(self) -> int:
-        """The first layer whose prefetch waits for the next step; 0 or less: all wait."""
-        return self.runtime.geometry.num_layers - self.runtime.config.lookahead
 
     def before_layer(self, layer: int) -> None:
         self.runtime.transfer.join(self.runtime.cache.lanes[layer])
 
     def due(self, layer: int, step: DecodeStep) -> list[tuple[int, Prefetch]]:
-        """Prefetches to plan beside the append of `layer`, with their layers: that of the layer before it for the next
-        step, and of a late one for this step.
+        """Prefetches to plan beside the append of `layer`, with their layers, the most urgent first: of a late one for
+        this step, and of the layer before it for the next.
         """
         runtime = self.runtime
         if not runtime.fetches_ahead:
             return []
         found = []
-        if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
-            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
         late = self._first_late + layer
         if layer < late < runtime.geometry.num_layers and late not in runtime.cache.scoped:
             found.append((late, self._plan(late, step, runtime.clock_before, LATE)))
+        if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
+            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
         return found
 
     def start(self, due: list[tuple[int, Prefetch]]) -> None:

@@ -12,6 +12,7 @@ from sglang.srt.sparse_kv import cost, planner
 from sglang.srt.sparse_kv.config import SparseKVConfig, parse_size
 from sglang.srt.sparse_kv.devices import Device
 from sglang.srt.sparse_kv.geometry import Geometry, resident_layers
+from sglang.srt.sparse_kv.lookahead import SCOPED_AHEAD, late_layers
 from sglang.srt.sparse_kv.planner import Plan
 
 DEFAULT_MAX_RUNNING_CUDA = 128
@@ -176,6 +177,10 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
         chosen, geometry, cache_bytes(chosen, geometry, given, requests), given.host, requests, cuda=True
     )
     settled = dataclasses.replace(settled, max_context=min(settled.max_context, given.context))
+    if config.lookahead == "auto":
+        late = lookaheads(chosen, geometry, given, settled)
+        settled = dataclasses.replace(settled, lookahead=late)
+        reasons.append(planner.lookahead_in_words(late, geometry.num_layers))
     return dataclasses.replace(
         settled,
         residency="all" if auto and chosen.residency == 1.0 else chosen.residency,
@@ -185,6 +190,22 @@ def plan_gpu(config: SparseKVConfig, geometry: Geometry, given: Given) -> Plan:
         ),
         reasons=tuple(reasons),
     )
+
+
+def lookaheads(config: SparseKVConfig, geometry: Geometry, given: Given, plan: Plan) -> tuple[int, ...]:
+    """Late layers of each number of requests, from 1, that fetch what the high miss curve says."""
+    load = load_of(config, geometry, given.weights, given.host)
+    resident, layers, link = dataclasses.replace(load, scoped=0), geometry.num_layers, given.device.link
+
+    def late(requests: int) -> int:
+        context = _full_context(geometry, given, requests)
+        compute = sum(cost.compute_seconds(load, given.device, requests, context).values()) - cost.STEP_SECONDS
+        ahead = cost.transfers(resident, cost.HIGH, requests, context, plan.slots).ahead
+        # A step begins with the buffers of the first layers that have no cache of their own.
+        first = min(SCOPED_AHEAD, load.scoped) * load.selected_bytes(requests, context)
+        return late_layers(layers, compute / layers, ahead / layers / link, first / layers / link)
+
+    return tuple(late(requests) for requests in range(1, plan.max_running_requests + 1))
 
 
 def contexts(longest: int) -> list[int]:
@@ -250,9 +271,14 @@ def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: 
 
 def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
     """What splits are compared by: the mean of the two miss curves, at contexts that fill the host pool."""
-    room = given.host // geometry.page_bytes * geometry.page_size // requests
-    context = max(1, min(JUDGED_CONTEXT, given.context, room))
+    context = _full_context(geometry, given, requests)
     return sum(speeds(config, geometry, given, requests, context, slots)) / 2
+
+
+def _full_context(geometry: Geometry, given: Given, requests: int) -> int:
+    """Tokens of each request when together they fill the host pool, at most those that requests are judged by."""
+    room = given.host // geometry.page_bytes * geometry.page_size // requests
+    return max(1, min(JUDGED_CONTEXT, given.context, room))
 
 
 def _check_cache_memory(config: SparseKVConfig, geometry: Geometry, given: Given) -> None:
