@@ -23,7 +23,7 @@ def opened(trace: Trace, floor: float, late: int) -> np.ndarray:
     for step, right in enumerate(torch.from_numpy(trace.right)[:, None]):
         gate.decide(slot, in_sync, floor)
         open_[step, :early] = bool(gate.open[EARLY, 0])
-        gate.observe(slot, in_sync, right, floor)
+        gate.observe(slot, in_sync, right)
         open_[step, early:] = bool(gate.open[LATE, 0])
         in_sync = right
     return open_

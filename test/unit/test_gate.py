@@ -14,7 +14,7 @@ def step(gate, in_sync, right, floor=FLOOR):
     in_sync, right = torch.tensor(in_sync), torch.tensor(right)
     gate.decide(SLOTS, in_sync, floor)
     early = gate.open[EARLY, SLOTS].tolist()
-    gate.observe(SLOTS, in_sync, right, floor)
+    gate.observe(SLOTS, in_sync, right)
     return early, gate.open[LATE, SLOTS].tolist()
 
 
@@ -29,9 +29,12 @@ def test_nobody_fetches_before_the_first_decision(gate):
     assert not gate.open[:, SLOTS].any() and gate.open[:, [0, 1, 3, 4, 6]].all()
 
 
-def test_late_layers_go_by_the_outcome(gate):
-    assert step(gate, [True, True], [True, False])[1] == [True, False]
-    assert step(gate, [True, False], [False, True])[1] == [False, True]
+def test_late_layers_go_by_the_record_or_the_outcome(gate):
+    for _ in range(20):
+        step(gate, [False, False], [False, False])
+    assert step(gate, [False, False], [True, False]) == ([False, False], [True, False]), "the outcome opens"
+    assert step(gate, [True, True], [True, False]) == ([True, True], [True, True]), "and a wrong guess shuts nothing"
+    assert step(gate, [True, False], [False, True]) == ([True, False], [True, True])
 
 
 def test_early_layers_go_by_the_record(gate):

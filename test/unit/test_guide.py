@@ -164,7 +164,7 @@ def test_compiled_steps_are_the_same(name):
             positions = torch.randint(0, 60, slots.shape, generator=draw)
             tokens, drawn = torch.randint(0, 4, (2, len(slots)), generator=draw, dtype=torch.int32)
             guess, in_sync = begin(build_guides(state)[name], gate, slots, positions, 0.25)
-            end(build_guides(state)[name], gate, slots, in_sync, guess, tokens, drawn, 0.25)
+            end(build_guides(state)[name], gate, slots, in_sync, guess, tokens, drawn)
             found.append(guess)
         states.append([*found, state.guess, state.in_sync, gate.open, gate.rate])
     for plain, compiled in zip(*states):
@@ -184,7 +184,7 @@ def test_no_request_waits_for_the_compiler():
                 slots, positions = torch.arange(1, rows + 1), torch.full((rows,), 20)
                 guess, in_sync = begin(guide, gate, slots, positions, 0.25)
                 tokens, drawn = torch.ones(rows, dtype=dtype), torch.zeros(rows, dtype=dtype)
-                end(guide, gate, slots, in_sync, guess, tokens, drawn, 0.25)
+                end(guide, gate, slots, in_sync, guess, tokens, drawn)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

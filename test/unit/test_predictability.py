@@ -167,10 +167,10 @@ def test_bursts_are_of_all_requests_together():
 
 
 def test_the_engine_s_gate_decides_in_replays():
-    lost = opened(trace(20, right=[True] * 6 + [False] * 14), 0.25, late=1)
-    assert lost[:6].all(), "in sync"
-    assert lost[6].tolist() == [True, False], "the layer that fetches in the step after knows"
-    assert not lost[10:].any()
+    lost = opened(trace(20, right=[True] * 6 + [False] * 10 + [True] + [False] * 3), 0.25, late=1)
+    assert lost[:7].all(), "in sync"
+    assert not lost[10:16].any()
+    assert lost[16].tolist() == [False, True], "the layer that fetches in the step after knows"
     assert opened(trace(20, right=[False] * 20), 0.0, late=1).all()
 
 

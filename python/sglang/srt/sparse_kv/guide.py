@@ -187,11 +187,10 @@ def end_step(
     guess: torch.Tensor,
     tokens: torch.Tensor,
     drawn: torch.Tensor,
-    floor: float,
 ) -> None:
     """Row 0 drew `tokens`, row 1 `drawn`, int [N]; the rest is as `begin_step` took and gave it."""
     right = guess == tokens
-    gate.observe(slots, in_sync, right, floor)
+    gate.observe(slots, in_sync, right)
     guide.observe(slots, drawn, right)
 
 
@@ -216,5 +215,5 @@ def warm_up(guide: Guide, gate: Gate, floor: float) -> None:
             slots = zeros(rows)
             guess, in_sync = begin(guide, gate, slots, zeros(rows), floor)
             for dtype in (torch.int64, torch.int32):  # of greedy tokens, and of sampled ones
-                end(guide, gate, slots, in_sync, guess, zeros(rows, dtype), zeros(rows, dtype), floor)
+                end(guide, gate, slots, in_sync, guess, zeros(rows, dtype), zeros(rows, dtype))
     gate.open[:, 0] = True

@@ -214,7 +214,7 @@ class DualDecodeWorker(BaseSpecWorker):
             drawn = sampling.draw_guess(logits[1 :: self.rows], info, new_seq_lens, sampler)
             info.grammar_mask = None
             self.runtime.note_guides(guess, next_tokens)
-            self._end_guess(strategy, self.runtime.gate, slots, in_sync, guess, next_tokens, drawn, floor)
+            self._end_guess(strategy, self.runtime.gate, slots, in_sync, guess, next_tokens, drawn)
         recording = self.runtime.recorder is not None
         record = self._record(batch, tokens, forward_batch.input_ids, next_tokens) if recording else None
         self.runtime.end_step(len(batch.reqs), record)
