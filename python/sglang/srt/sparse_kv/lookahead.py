@@ -13,9 +13,8 @@ from __future__ import annotations
 SCOPED_AHEAD = 2  # layers without a cache of their own whose buffers are filling while one computes
 # Layers that lie between the first late layer's request and the layer: it should not be waited for at once.
 NEAREST = 2
-# What neighbouring layers may need at once beyond one mean fetch each, in mean fetches. On real text at most so much in
-# nine of ten steps of 16 requests and more (docs/predictability.md): some layers need three times the mean, always, and
-# some steps twice.
+# What a run of neighbouring layers may need beyond one mean fetch each, in mean fetches: on real text 6 to 11 in nine
+# of ten steps of 16 requests and more (docs/predictability.md). A layer may need three times the mean in every step.
 BURST = 10
 
 
