@@ -29,6 +29,7 @@ OURS = {
     "dense": SELECTION,
     "append": TABLE,
     "write_token": TABLE,
+    "close_pages": TABLE,
     "resolve": TABLE,
     "plan_prefetch": TABLE,
     "clear": TABLE,
@@ -88,7 +89,7 @@ def _of_operations(spans: Iterable[dict[str, Any]]) -> list[Event]:
             lane = TABLE if before == "resolve" or (busy_until and span["ts"] < busy_until) else AHEAD
         else:
             before = name
-        if busy_until and span["ts"] > busy_until and events[-1].name == "attend":
+        if busy_until and span["ts"] > busy_until and (events[-1].name == "attend" or name == "attend_inputs"):
             events.append(Event("model", MODEL, busy_until, span["ts"]))
         events.append(Event(name, lane, span["ts"], span["ts"] + span["dur"]))
         busy_until = max(busy_until or 0.0, span["ts"] + span["dur"])
@@ -98,11 +99,12 @@ def _of_operations(spans: Iterable[dict[str, Any]]) -> list[Event]:
 def number(events: list[Event], layers: int) -> list[Event]:
     """The events of whole steps, numbered, with a span for each layer.
 
-    layers: of the model. A layer begins with the append of its token. Counted from the end: a profile may start within
-    a step and ends after one. Raises ValueError without a whole step.
+    layers: of the model. A layer begins with the append, or write, of its token. Counted from the end: a profile may
+    start within a step and ends after one. Raises ValueError without a whole step.
     """
-    anchor = "append" if any(event.name == "append" for event in events) else "score"
-    begins = [event.start for event in events if event.name == anchor]
+    writes = ("append", "write_token")
+    anchors = writes if any(event.name in writes for event in events) else ("score",)
+    begins = [event.start for event in events if event.name in anchors]
     steps = len(begins) // layers
     if not steps:
         raise ValueError(f"the profile holds {len(begins)} layers and a step has {layers}; record more steps")

@@ -14,6 +14,7 @@ import torch
 from layers import copied, make_layer, random_selection
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill
+from sglang.srt.sparse_kv.ops.attend import Inputs
 from sglang.srt.sparse_kv.ops.hysteresis import Last
 from sglang.srt.sparse_kv.ops.reference import Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
@@ -85,6 +86,11 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda_prefill.refresh(view, chunk, chunk, loc, loc[-1:] // page_size, torch.tensor([page_size], device=gpu), clock)
     slots = torch.zeros((n, heads), dtype=torch.int32, device=gpu)
     cuda.write_token(view, k[:, 0], v[:, 0], page, slots, length % page_size, active)
+    last = torch.tensor([chosen.pages.shape[2], 0, 3], device=gpu)
+    cuda.resolve(view, chosen.pages, None, clock + 2, num_pages=last, open_tokens=length % page_size, move=True)
+    inputs = Inputs(None, q[:, 0], q.new_empty((n * heads, group, dim)), length)
+    cuda.write_token(view, k[:, 0], v[:, 0], page, None, length % page_size, active, inputs=inputs)
+    cuda.close_pages(view, page, length * 0 + page_size - 1, active)
     tokens = torch.randint(0, 10**6, (5, max_pages * page_size - 3), dtype=torch.int32, device=gpu)
     cuda.decode_step(shape, max_pages, rows, tokens, index, length)
     cuda.count_guides(torch.zeros(2, dtype=torch.int64, device=gpu), index - 1, length)

@@ -112,8 +112,8 @@ def test_row1_sees_its_own_token(engine):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, scored, fused):
-    """Score and resolve leave the page table and the queries that the kernel of attention's own would make; one row
-    needs no score for it.
+    """Score and resolve leave the page table and the queries that the kernel of attention's own would make; with one
+    row, so does the write of a token.
     """
     counts, width, pages = [1, 37, 0, 20, 33], 40, 150
     view = make_layer(3, engine.device, heads, 230, pages, 16, dim, torch.float16, resident=0.5)
@@ -137,9 +137,12 @@ def test_inputs_filled_on_the_way(engine, rows, heads, group, dim, scored, fused
     bound = torch.zeros((n, rows), dtype=torch.int64, device=engine.device)
     step = torch.tensor([40], dtype=torch.int32, device=engine.device)
 
-    inputs = cuda.attend_inputs(q_dev, view, to(last), width, 0.125, scored)
+    inputs = cuda.attend_inputs(q_dev, view, to(last), width, 0.125)
     if scored:
         cuda.score(q_dev, view.landmarks, table, bound, bound, 0.125, inputs)
+    else:
+        own_token, nowhere = torch.zeros((n, heads, dim), dtype=torch.float16, device=engine.device), bound[:, 0]
+        cuda.write_token(view, own_token, own_token, nowhere, None, nowhere, nowhere.bool(), inputs=inputs)
     slots, _ = cuda.resolve(view, to(chosen), None, step, inputs=inputs, num_pages=to(num_pages), move=True)
     used = sum(max(count, 1) for count in counts) * heads
     plan = inputs.plan

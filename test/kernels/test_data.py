@@ -12,6 +12,7 @@ import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
 from sglang.srt.sparse_kv.landing import runs_of
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
+from sglang.srt.sparse_kv.ops.attend import Inputs
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import PlainTransfer, StreamTransfer
@@ -87,6 +88,46 @@ def test_write_token(engine):
     assert torch.equal(view.kv.cpu(), expected.kv)
     assert torch.equal(view.host, expected.host)
     same_landmarks(view.landmarks, expected.landmarks)
+
+
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+def test_write_token_where_the_tables_have_its_page(engine, page_size, dim, dtype):
+    """The landmark comes with a call of its own, and queries of a wider projection are put in order on the way."""
+    heads, group, n = 3, 4, 5
+    view = make_layer(page_size, engine.device, heads, 60, 40, page_size, dim, dtype, resident=1.0)
+    expected = copy_of(view)
+    page, active = torch.tensor([3, 9, 12, 20, 33]), torch.tensor([True, True, False, True, True])
+    offset = torch.tensor([0, page_size - 1, page_size - 1, 5, page_size - 1])
+    assert bool((view.slot_of[:, page] >= 0).all())
+    k, v, k_dev, v_dev = tokens_of(1, n, heads, dim, dtype, engine.device)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    whole = to(torch.randn((n, (heads + 2) * group * dim), generator=torch.Generator().manual_seed(2)).to(dtype))
+    q = whole[:, : heads * group * dim].view(n, heads, group, dim)
+    inputs = Inputs(None, q, torch.empty((n * heads, group, dim), dtype=dtype, device=engine.device), to(offset + 1))
+    reference.write_token(expected, k, v, page, None, offset, active)
+    cuda.write_token(view, k_dev, v_dev, to(page), None, to(offset), to(active), inputs=inputs)
+    assert torch.equal(view.kv.cpu(), expected.kv)
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(view.host, expected.host)
+    assert torch.equal(inputs.ordered, q.reshape(n * heads, group, dim))
+    same_landmarks(view.landmarks, expected.landmarks)
+    before = [t.clone() for t in expected.landmarks]
+    reference.close_pages(expected, page, offset, active)
+    cuda.close_pages(view, to(page), to(offset), to(active))
+    same_landmarks(view.landmarks, expected.landmarks)
+    changed = (before[0] != expected.landmarks.codes).flatten(1).any(1).nonzero()[:, 0]
+    assert changed.tolist() == [9, 33]
+    assert torch.equal(view.kv.cpu(), expected.kv)
+
+
+def test_write_token_refuses_two_rows(engine):
+    view = make_layer(0, engine.device, 2, 16, 40, dim=64)
+    q = torch.zeros((6, 2, 4, 64), dtype=torch.bfloat16, device=engine.device)
+    k, page = q[:3, :, 0], torch.zeros(3, dtype=torch.int64, device=engine.device)
+    inputs = Inputs(None, q, torch.empty((6, 8, 64), dtype=q.dtype, device=engine.device), page)
+    with pytest.raises(ValueError, match="one row of queries for each of 3 requests, got 6"):
+        cuda.write_token(view, k, k, page, None, page, page.bool(), inputs=inputs)
 
 
 @pytest.mark.parametrize("plans", [1, 2])

@@ -300,6 +300,73 @@ def test_many_steps(engine):
     )
 
 
+@pytest.mark.parametrize("move", [False, True])
+@pytest.mark.parametrize(("n", "width", "resident"), [(1, 1, 0.0), (5, 6, 0.5), (9, 40, 0.9), (40, 60, 0.0)])
+def test_resolve_with_open_pages(engine, n, width, resident, move):
+    """The last page of each row is one that a token is about to be written to, with no committed token or some: a hit
+    on nobody's account, and a miss only where there is something to bring. (40, 60): more than shared memory holds.
+    """
+    if engine.small and n == 40 and move:
+        pytest.skip("too large to emulate twice")
+    heads, pages, slots, page_size = 2, 2500, 2600, 8
+    for seed in range(2 if engine.small else 4):
+        engine.seed(seed)
+        random = torch.Generator().manual_seed(seed)
+        view = make_layer(seed, engine.device, heads, slots, pages, page_size, 16, resident=resident)
+        expected, before = copy_of(view), copy_of(view)
+        chosen = torch.full((n, heads, width), NONE, dtype=torch.int32)
+        order = (torch.randperm(pages - 1, generator=random) + 1).to(torch.int32)
+        num_pages = torch.randint(1, width + 1, (n,), generator=random)
+        num_pages[n // 2] = 0 if n > 1 else 1
+        for i, number in enumerate(num_pages.tolist()):
+            if number:
+                others = order[torch.randperm(pages - 1 - n, generator=random)[: number - 1]]
+                chosen[i, :, :number] = torch.cat([others, order[-1 - i : pages - 1 - i]])  # an open page of its own
+        tokens = torch.randint(0, page_size, (n,), generator=random)
+        tokens[::2] = 0
+        owner = torch.randperm(n, generator=random)
+        accounts = [torch.zeros(n, 2, dtype=torch.int32), torch.zeros(n, 2, dtype=torch.int32, device=engine.device)]
+        wide = {"num_pages": num_pages, "open_tokens": tokens, "owner": owner}
+        _, fetch_ref = reference.resolve(expected, chosen, None, step_on("cpu"), fetched=accounts[0], **wide)
+        on_device = {name: tensor.to(engine.device) for name, tensor in wide.items()}
+        got, fetch = cuda.resolve(
+            view, chosen.to(engine.device), None, step_on(engine.device), fetched=accounts[1], move=move, **on_device
+        )
+        workspace(engine.device).check()
+        same_tables(view, expected, before)
+        same_fetch(view, fetch, fetch_ref)
+        assert torch.equal(accounts[1].cpu(), accounts[0])
+        used = chosen >= 0
+        head = torch.arange(heads)[None, :, None].expand_as(chosen)
+        assert torch.equal(got.cpu()[used], view.slot_of.cpu()[head[used], chosen[used].long()])
+        cuda.gather(view, fetch)
+        copied(view, fetch)
+        assert int(cuda.check(view)) == 0
+        assert not bool(workspace(engine.device).urgent.any())
+        assert not bool(workspace(engine.device).tasks.view(-1, 8)[:, :4].any()), "helpers left their counters behind"
+        brought = int(expected.counters[COUNTERS.index("missed")])
+        assert not move or (int(view.stalled) > 0) == (brought > 0)
+
+
+def test_pages_that_begin_stall_nobody(engine):
+    """All that is missing are open pages without a token: each gets a slot, nothing moves, nobody waits."""
+    view = make_layer(0, engine.device, 2, 24, 64, resident=0.0)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
+    pages = to(torch.tensor([[3], [9], [NONE]], dtype=torch.int32)[:, None].expand(3, 2, 1).contiguous())
+    wide = {"num_pages": ints(1, 1, 0), "open_tokens": ints(0, 0, 0), "move": True}
+    slots, fetch = cuda.resolve(view, pages, None, step_on(engine.device), **wide)
+    assert bool((slots[:2] >= 0).all()) and int(fetch.count) == 4 and not bool(fetch.units[:4, 3].any())
+    counted = dict(zip(COUNTERS, view.counters.tolist(), strict=True))
+    assert (counted["selected"], counted["hit"], counted["missed"], counted["tokens_in"]) == (4, 4, 0, 0)
+    assert int(view.stalled) == 0
+    assert not bool(workspace(engine.device).urgent.any())
+    cuda.resolve(view, pages, None, step_on(engine.device, STEP + 1), **wide)
+    assert dict(zip(COUNTERS, view.counters.tolist(), strict=True))["hit"] == 8
+    with pytest.raises(ValueError, match="num_pages, which are missing"):
+        cuda.resolve(view, pages, None, step_on(engine.device), open_tokens=ints(0, 0, 0))
+
+
 def test_each_request_is_charged_for_its_own(engine):
     """Units missing from a selection and from a prediction, by request slot; what two ask for is charged to both."""
     n, heads, width, slots, pages = 4, 2, 9, 120, 200

@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 
 import pytest
 import torch
+from sglang.srt.sparse_kv.variants import Variant
 from sparse_rig import Rig
 
 from benchmark.timeline import draw, lanes, prefill, record
@@ -87,6 +88,27 @@ def test_operations_of_the_cpu_engine_name_themselves(tmp_path):
     assert {event.lane for event in events} == {LAYERS, MODEL, SELECTION, TABLE, ATTENTION, AHEAD}
     order = [event.name for event in events if (event.step, event.layer) == (1, 1) and event.lane in (TABLE, SELECTION)]
     assert order[:1] == ["append"] and order.index("score") < order.index("select") < order.index("resolve")
+
+
+def test_a_layer_whose_pages_are_known_begins_with_its_write():
+    rig = Rig(seed=3, layers=3, pages=40, context=100, requests=1)
+    rig.runtime.variant = Variant.ALL_PAGES
+    rig.start(1)
+    rig.extend({1: 40})
+    rig.decode([1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(2):
+            rig.decode([1])
+    spans = [
+        {"ph": "X", "name": e.name, "ts": e.time_range.start, "dur": e.time_range.elapsed_us()}
+        for e in profile.events()
+    ]
+    events = lanes.number(lanes.read({"traceEvents": spans}), layers=3)
+    named = [event.name for event in events if (event.step, event.layer) == (1, 1) and event.lane in (TABLE, ATTENTION)]
+    assert [name for name in named if name != "gather"] == [
+        *("write_token", "attend", "close_pages", "resolve", "attend_inputs")
+    ]
+    assert any(event.lane == MODEL for event in events)
 
 
 def test_the_command_converts_a_profile(tmp_path, capsys):

@@ -71,8 +71,9 @@ struct SkvResolve {
   const int32_t* cap;     // [1] prefetch: units per request and head, negative for none at all
   int32_t* fetched;       // [request slots][2] missing units of resolve and of prefetch are added up, or null
   SkvInts owner;          // [n] the request slot of each
-  SkvInts num_pages;      // [n] for the page table below
+  SkvInts num_pages;      // [n] for open_tokens and the page table below
   SkvInts last_tokens;    // [n] likewise
+  SkvInts open_tokens;    // [n] committed tokens of the last of `num_pages`, the open page; null data: not told apart
   int32_t* indptr;        // [n * heads + 1] the page table of attention, as in SkvAttend, or null
   int32_t* indices;       // [n * heads * width]
   int32_t* last_page;     // [n * heads]
@@ -91,8 +92,12 @@ struct SkvAppend {
   SkvInts page;           // [n] physical page of the token
   SkvInts offset;         // [n] its place in the page
   const uint8_t* active;  // [n]
-  int32_t* slots;         // [n][heads] result; input of write_token
+  int32_t* slots;         // [n][heads] result; input of write_token, or null: where the tables have the page
   const int32_t* step;    // [1]
+  const void* q;  // write_token only: [n][heads][group][head_dim]
+  void* q_out;    // [n * heads][group][head_dim] the queries in attention's order, or null
+  int64_t stride_q;
+  int64_t group;
   int64_t n;
   int64_t through;
 };

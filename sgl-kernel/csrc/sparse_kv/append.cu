@@ -7,8 +7,7 @@
 
 namespace skv {
 
-// One warp writes one request's token and, when it closes the page, makes the landmark.
-// Without a slot (the cache was too small, which is reported) the host still gets the token.
+// One warp writes one request's token. Without a slot (the cache was too small, which is reported) the host still gets it.
 __device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& args, int n, int head, int slot) {
   int dim = static_cast<int>(view.head_dim), bytes = dim * element_bytes(view.dtype), pieces = bytes >> 4;
   int64_t page = get(args.page, n), offset = get(args.offset, n);
@@ -26,7 +25,13 @@ __device__ __forceinline__ void write_one(const SkvView& view, const SkvAppend& 
     if (slot >= 0) *reinterpret_cast<int4*>(cached + place) = data;
     if (args.through) *reinterpret_cast<int4*>(truth + place) = data;
   }
-  if (offset != view.page_size - 1 || slot < 0) return;
+}
+
+// The same warp makes the landmark of a page that the token closes.
+__device__ __forceinline__ void close_one(const SkvView& view, const SkvAppend& args, int n, int head, int slot) {
+  if (get(args.offset, n) != view.page_size - 1 || slot < 0) return;
+  int64_t page = get(args.page, n), dim = view.head_dim, bytes = dim * element_bytes(view.dtype);
+  const char* cached = static_cast<const char*>(view.kv) + (head * view.slots + slot) * 2 * view.page_size * bytes;
   __syncwarp();  // the lanes read each other's part of the new key
   with_type(view.dtype, [&](auto type) {
     auto* keys = reinterpret_cast<const decltype(type)*>(cached);
@@ -79,18 +84,45 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   add_tally(view, scratch);
   for (int n = warp_id(); n < args.n; n += blockDim.x >> 5) {
     int slot = __ldcg(args.slots + n * view.heads + head);
-    if (entries.page(n, view) >= 0) write_one(view, args, n, head, slot);
+    if (entries.page(n, view) < 0) continue;
+    write_one(view, args, n, head, slot);
+    close_one(view, args, n, head, slot);
   }
 }
 
+// The slot of one request's open unit; false where there is no request.
+__device__ __forceinline__ bool find_open(const SkvView& view, const SkvAppend& args, int n, int head, int& slot) {
+  int64_t page = get(args.page, n);
+  if (!args.active[n] || page < 0 || page >= view.pages) return false;
+  slot = args.slots ? args.slots[n * view.heads + head] : __ldcg(slot_row(view, head) + page);
+  return true;
+}
+
+// A warp for each unit, and one more to put its queries in order.
 __global__ void write_token_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAppend args) {
+  wait_for_previous_kernel();
+  int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5, units = args.n * view.heads;
+  bool orders = item >= units;
+  if (orders) item -= units;
+  if (item >= units) return;
+  int n = static_cast<int>(item / view.heads), head = static_cast<int>(item % view.heads), slot;
+  if (orders) {
+    if (args.q_out == nullptr) return;
+    int element = element_bytes(view.dtype), bytes = static_cast<int>(args.group * view.head_dim) * element;
+    auto* from = static_cast<const char*>(args.q) + n * args.stride_q * element + static_cast<int64_t>(head) * bytes;
+    copy16(static_cast<char*>(args.q_out) + item * bytes, from, bytes, lane_id(), 32);
+  } else if (find_open(view, args, n, head, slot)) {
+    write_one(view, args, n, head, slot);
+    if (args.slots) close_one(view, args, n, head, slot);
+  }
+}
+
+__global__ void close_pages_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvAppend args) {
   wait_for_previous_kernel();
   int64_t item = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) >> 5;
   if (item >= args.n * view.heads) return;
-  int n = static_cast<int>(item / view.heads), head = static_cast<int>(item % view.heads);
-  int slot = args.slots[item];
-  int64_t page = get(args.page, n);
-  if (args.active[n] && page >= 0 && page < view.pages) write_one(view, args, n, head, slot);
+  int n = static_cast<int>(item / view.heads), head = static_cast<int>(item % view.heads), slot;
+  if (find_open(view, args, n, head, slot)) close_one(view, args, n, head, slot);
 }
 
 }  // namespace skv
@@ -113,6 +145,11 @@ SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvApp
 }
 
 SKV_EXPORT int skv_write_token(const SkvView* view, const SkvAppend* args, const Launch* where) {
-  unsigned blocks = static_cast<unsigned>((args->n * view->heads + 7) / 8);
+  unsigned blocks = static_cast<unsigned>((2 * args->n * view->heads + 7) / 8);
   return launch(*where, write_token_kernel, dim3(blocks), 256, 0, *view, *args);
+}
+
+SKV_EXPORT int skv_close_pages(const SkvView* view, const SkvAppend* args, const Launch* where) {
+  unsigned blocks = static_cast<unsigned>((args->n * view->heads + 7) / 8);
+  return launch(*where, close_pages_kernel, dim3(blocks), 256, 0, *view, *args);
 }

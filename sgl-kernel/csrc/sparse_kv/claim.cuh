@@ -23,6 +23,7 @@ struct TableScratch {
   int kept;     // units that got a slot
   int claimed;  // entries that claimed a unit
   int won;      // units that are missing
+  int begun;    // of those that claimed, open pages without a committed token: there is nothing to bring
   int forced;   // hits that are brought again
   int bin, before;
   int step, skip, rate;  // of SkvResolve and SkvWork
@@ -58,7 +59,7 @@ __device__ __forceinline__ void clear_ages(TableScratch& scratch) {
 
 __device__ __forceinline__ void begin_tally(TableScratch& scratch) {
   if (threadIdx.x < kCounters) scratch.tally[threadIdx.x] = 0;
-  if (threadIdx.x == 0) scratch.claimed = scratch.won = scratch.kept = scratch.forced = 0;
+  if (threadIdx.x == 0) scratch.claimed = scratch.begun = scratch.won = scratch.kept = scratch.forced = 0;
   clear_ages(scratch);
   for (int i = threadIdx.x; i < kMarks; i += blockDim.x) scratch.marks[i] = 0;
   __syncthreads();
@@ -82,9 +83,9 @@ __device__ __forceinline__ void claim(int* slot_of, int page, int entry, bool mi
   atomicMin(slot_of + page, kClaim + entry);
 }
 
-// Adds a missing unit to its request's account.
-__device__ __forceinline__ void charge(const SkvResolve& request, int n, int column) {
-  if (request.fetched) atomicAdd(request.fetched + 2 * get(request.owner, n) + column, 1);
+// Adds missing units to their request's account.
+__device__ __forceinline__ void charge(const SkvResolve& request, int n, int column, int units) {
+  if (request.fetched) atomicAdd(request.fetched + 2 * get(request.owner, n) + column, units);
 }
 
 // Stamps what is resident (unless told not to) and claims what is not. What attention waits for is written first; the flags
@@ -152,7 +153,7 @@ struct Selection {
         if (e < entries.count) tell(entries, table, e, slot[j]);
         bool missing = page[j] >= 0 && slot[j] < 0;
         claim(slot_of, page[j], e, missing, scratch);
-        if (missing) charge(*entries.request, entries.request_of(e), 0);
+        if (missing) charge(*entries.request, entries.request_of(e), 0, 1);
       }
       first += stride;
       if (first < entries.count && stamp) count_useful();
@@ -173,6 +174,24 @@ struct Selection {
       atomicAdd(reinterpret_cast<Counter64*>(view.counters) + kUseful, static_cast<Counter64>(sum));
   }
 };
+
+// After claim_missing, where open pages are told apart: those that claimed are hits on nobody's account, as if an append had
+// made them resident. Ends with a barrier.
+__device__ __forceinline__ void excuse_open(const SkvView& view, const Entries& entries, bool tally, TableScratch& scratch) {
+  const SkvResolve& request = *entries.request;
+  int excused = 0;
+  for (int n = threadIdx.x; n < request.n; n += blockDim.x) {
+    int rank = static_cast<int>(get(request.num_pages, n)) - 1, e = n * static_cast<int>(request.width) + rank;
+    int page = rank >= 0 ? entries.page(e, view) : kNone;
+    if (page < 0 || __ldcg(slot_row(view, entries.head) + page) >= 0) continue;
+    ++excused;
+    charge(request, n, 0, -1);
+    if (entries.tokens(e, view) == 0) atomicAdd(&scratch.begun, 1);
+  }
+  __syncwarp();
+  if (tally) count(scratch, kHit, excused);
+  __syncthreads();
+}
 
 // The same for predicted pages: one warp per request counts its missing units in order of rank, up to `cap`.
 __device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entries& entries, int step, int cap,
@@ -197,7 +216,7 @@ __device__ __forceinline__ bool claim_predicted(const SkvView& view, const Entri
         unsigned votes = __ballot_sync(kAll, missing);
         bool within = missing && seen + __popc(votes & lanes_below()) < cap;
         claim(slot_of, page[j], (first + j * 32 + lane_id()) * requests + n, within, scratch);
-        if (within) charge(*entries.request, n, 1);
+        if (within) charge(*entries.request, n, 1, 1);
         if (slot[j] >= 0) atomicMax(view.stamp + base + slot[j], step);
         seen += __popc(votes);
       }

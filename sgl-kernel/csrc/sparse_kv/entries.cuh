@@ -67,7 +67,12 @@ struct Entries {
   __device__ __forceinline__ int64_t result(int n, int rank) const {
     return (static_cast<int64_t>(n) * heads + head) * request->width + rank;
   }
+  // Whether it is the page that its request is filling. Of misses alone, so that no hit pays for its registers.
+  __device__ __noinline__ bool is_open(int e) const {
+    return rank_of(e) == get(request->num_pages, request_of(e)) - 1;
+  }
   __device__ __forceinline__ int tokens(int e, const SkvView& view) const {
+    if (request->open_tokens.data && is_open(e)) return static_cast<int>(get(request->open_tokens, request_of(e)));
     if (!request->tokens.data) return static_cast<int>(view.page_size);
     return static_cast<int>(get(request->tokens, offset(request_of(e), rank_of(e))));
   }

@@ -17,11 +17,12 @@ __device__ __forceinline__ void force_misses(const SkvView& view, const Entries&
     hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
     hash = (hash ^ hash >> 12) * 0x297a2d39u;
     bool forced = slot >= 0 && (hash ^ hash >> 15) % 1000000u < static_cast<uint32_t>(rate);
+    int tokens = forced ? entries.tokens(e, view) : 0;
+    forced = tokens > 0;
     unsigned votes = __ballot_sync(kAll, forced);
     int start = lane_id() == 0 && votes ? atomicAdd(&scratch.forced, __popc(votes)) : 0;
     start = __shfl_sync(kAll, start, 0);
     if (!forced) continue;
-    int tokens = entries.tokens(e, view);
     rows[start + __popc(votes & lanes_below())] = make_int4(page, entries.head, slot, tokens);
     ++missed;
     tokens_in += tokens;
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Selection selection(view, entries);
   PageTable table{&request, reinterpret_cast<int*>(stages), heads, head, static_cast<int>(view.slots)};
   bool missing = selection.claim_missing(work, table, mode == kResolve && request.tally, mode == kResolve, scratch);
+  if (missing && request.open_tokens.data) excuse_open(view, entries, request.tally, scratch);
   int step = scratch.step, rate = scratch.rate;
   bool move = request.move && !scratch.skip;
   if (move && rate > 0) {
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (threadIdx.x == blockDim.x - 1) take_rows(view, work, request, 0, 0);
   }
   if (mode == kResolve) selection.take_flags();
-  move = move && (missing || forced > 0);
+  move = move && (scratch.claimed > scratch.begun || forced > 0);
   if (move && threadIdx.x == 0) begin_urgent(work);  // now: prefetches leave the link while victims are chosen
   if (missing) {
     hand_out(view, entries, work, step, mode, mode == kResolve, list_of(view, work, 0, head),

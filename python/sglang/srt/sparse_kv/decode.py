@@ -6,16 +6,16 @@ import contextlib
 
 import torch
 from sglang.srt.sparse_kv.ops.hysteresis import Last
-from sglang.srt.sparse_kv.ops.reference import own_slots
+from sglang.srt.sparse_kv.ops.reference import Selection, own_slots
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
-from sglang.srt.sparse_kv.step import DecodeStep
+from sglang.srt.sparse_kv.step import DecodeStep, Found
 
 
 def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, scale: float) -> torch.Tensor:
     """All rows of every request through one layer's sparse attention.
 
     q [N*R, Hq, D] or [N*R, Hq*D], k, v [N*R, H, D], rows of a request adjacent. Returns [N*R, H*G, D]. Row 0's K/V is
-    stored; row 1's is used here and stored nowhere.
+    stored; row 1's is used here and stored nowhere. Layers come in order.
     """
     geometry, shape, ops, schedule = runtime.geometry, runtime.shape, runtime.ops, runtime.schedule
     rows, policy = runtime.rows, runtime.policy
@@ -25,44 +25,12 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     k = k.view(n, rows, geometry.kv_heads, geometry.head_dim)
     v = v.view(n, rows, geometry.kv_heads, geometry.head_dim)
 
-    inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale, scored=step.selection is None)
-    # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
-    # token lets row 1, one position ahead, look at it.
-    beside = step.selection is None and shape.window > 1
-    with runtime.transfer.branch() if beside else contextlib.nullcontext():
-        schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
-        due = schedule.due(layer, step)
-        ops.append(
-            view,
-            k[:, 0],
-            v[:, 0],
-            step.open_page,
-            step.offset,
-            step.active,
-            runtime.clock,
-            lambda target, fetch: schedule.fetch_now(layer, target, fetch),
-            through=not policy.skip_write_through,
-            beside=[plan for _, plan in due],
-        )
-        schedule.start(due)
+    inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale)
     selection = step.selection
     if selection is None:
-        scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
-        keep = (runtime.predicted[:, layer], step.req)
-        last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)
-        selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep, last)
-    runtime.transfer.join_branch()
-    slots, fetch = ops.resolve(
-        view,
-        selection.pages,
-        None,
-        runtime.clock,
-        inputs=inputs,
-        num_pages=selection.num_pages,
-        fetched=runtime.fetched,
-        owner=step.req,
-    )
-    schedule.fetch_now(layer, view, fetch)
+        selection, slots = _select(runtime, step, layer, q, k[:, 0], v[:, 0], scale, inputs)
+    else:
+        slots = _write(runtime, step, layer, k[:, 0], v[:, 0], scale, inputs)
     if runtime.recorder is not None:
         runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
@@ -73,6 +41,86 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     if policy.check:
         runtime.check_selected(layer, view, step, selection.pages, slots)
     schedule.after_attention(layer, step)
-    if layer == geometry.num_layers - 1:
+    last = layer == geometry.num_layers - 1
+    if step.selection is not None:
+        # Nothing waits for it until the next layer's keys are there. On the same page table: this layer's attention,
+        # which reads it, comes before.
+        with contextlib.nullcontext() if last else runtime.transfer.branch(first=False):
+            ops.close_pages(view, step.open_page, step.offset, step.active)
+            if not last:
+                _find(runtime, step, layer + 1, scale, inputs)
+    if last:
         schedule.end_step()
     return out.view(n * rows, geometry.kv_heads * geometry.group, geometry.head_dim)
+
+
+def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, scale: float, inputs):
+    """Writes row 0's token, k, v [N, H, D], and selects pages by their scores. Returns (Selection, its slots)."""
+    shape, ops, schedule = runtime.shape, runtime.ops, runtime.schedule
+    view = runtime.cache.views[layer]
+    # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
+    # token lets row 1, one position ahead, look at it.
+    with runtime.transfer.branch() if shape.window > 1 else contextlib.nullcontext():
+        schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
+        due = schedule.due(layer, step)
+        ops.append(
+            view,
+            k,
+            v,
+            step.open_page,
+            step.offset,
+            step.active,
+            runtime.clock,
+            lambda target, fetch: schedule.fetch_now(layer, target, fetch),
+            through=not runtime.policy.skip_write_through,
+            beside=[plan for _, plan in due],
+        )
+        schedule.start(due)
+    scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
+    keep = (runtime.predicted[:, layer], step.req)
+    last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)
+    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep, last)
+    runtime.transfer.join_branch()
+    return selection, _resolve(runtime, step, layer, selection, inputs)
+
+
+def _resolve(runtime: SparseKVRuntime, step: DecodeStep, layer: int, selection: Selection, inputs, open_tokens=None):
+    """Slots of a selection, int32 [N, H, C], whose missing units have been brought."""
+    view = runtime.cache.views[layer]
+    slots, fetch = runtime.ops.resolve(
+        view,
+        selection.pages,
+        None,
+        runtime.clock,
+        inputs=inputs,
+        num_pages=selection.num_pages,
+        fetched=runtime.fetched,
+        owner=step.req,
+        open_tokens=open_tokens,
+    )
+    runtime.schedule.fetch_now(layer, view, fetch)
+    return slots
+
+
+def _find(runtime: SparseKVRuntime, step: DecodeStep, layer: int, scale: float, inputs) -> None:
+    """Finds and brings the pages of a selection that needs no scores before the layer's keys are known. The open page
+    is among them, with its committed tokens.
+    """
+    assert step.selection is not None
+    runtime.schedule.before_layer(layer)
+    slots = _resolve(runtime, step, layer, step.selection, inputs, step.offset)
+    step.found = Found(layer, scale, slots)
+
+
+def _write(runtime: SparseKVRuntime, step: DecodeStep, layer: int, k, v, scale: float, inputs) -> torch.Tensor:
+    """Writes row 0's token, k, v [N, H, D], to an open page that was found under the layer before. Returns the slots of
+    the selection.
+    """
+    if layer == 0:
+        _find(runtime, step, layer, scale, inputs)
+    runtime.transfer.join_branch()
+    found, through = step.found, not runtime.policy.skip_write_through
+    assert found is not None and (found.layer, found.scale) == (layer, scale), "another layer's pages were found"
+    view = runtime.cache.views[layer]
+    runtime.ops.write_token(view, k, v, step.open_page, None, step.offset, step.active, through, inputs)
+    return found.slots

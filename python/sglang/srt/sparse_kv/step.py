@@ -13,6 +13,15 @@ from sglang.srt.sparse_kv.variants import Variant
 
 
 @dataclass
+class Found:
+    """Where a layer has the pages of a selection."""
+
+    layer: int
+    scale: float  # of the attention whose page table has been written
+    slots: torch.Tensor  # int32 [N, H, C]
+
+
+@dataclass
 class DecodeStep:
     """Batch state of a decode step. N requests; lengths are committed tokens, row 0's own excluded."""
 
@@ -27,6 +36,7 @@ class DecodeStep:
     hi: torch.Tensor  # int64 [N, R]
     last_tokens: torch.Tensor  # int64 [N] tokens in the open page, row 0's included
     selection: Selection | None = None  # of every layer, where it needs no scores
+    found: Found | None = None  # where that selection lies in the layer to come
 
     @classmethod
     def build(

@@ -74,8 +74,10 @@ class Transfer(ABC):
         """Whether the lane still has copies that nobody joined. For checks."""
         return False
 
-    def branch(self) -> contextlib.AbstractContextManager[None]:
-        """What is issued inside may run beside what is issued after it, until `join_branch`."""
+    def branch(self, first: bool = True) -> contextlib.AbstractContextManager[None]:
+        """What is issued inside may run beside what is issued after it, until `join_branch`. first: before that, where
+        they meet.
+        """
         return contextlib.nullcontext()
 
     def join_branch(self) -> None:  # noqa: B027 — most engines have nothing to do
@@ -259,6 +261,7 @@ class StreamTransfer(Transfer):
         self.seconds: deque[torch.cuda.Event] = deque(maxlen=2)  # ends of the last second legs of this forward
         # Its few large blocks need whole multiprocessors: it goes first where it meets the scores.
         self.beside = torch.cuda.Stream(device, priority=-1 if BRANCH == "first" else 0)
+        self.under = torch.cuda.Stream(device)
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
 
@@ -329,14 +332,15 @@ class StreamTransfer(Transfer):
         return lane in self.landed
 
     @contextlib.contextmanager
-    def branch(self) -> Iterator[None]:
+    def branch(self, first: bool = True) -> Iterator[None]:
         if BRANCH == "none":
             yield
             return
+        side = self.beside if first else self.under
         forked = torch.cuda.Event()
         forked.record()
-        with torch.cuda.stream(self.beside):
-            self.beside.wait_event(forked)
+        with torch.cuda.stream(side):
+            side.wait_event(forked)
             yield
             self.branched = torch.cuda.Event()
             self.branched.record()

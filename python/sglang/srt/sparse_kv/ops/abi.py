@@ -35,10 +35,14 @@ Work: Any = _struct("Work", "error:p cursor:p urgent:p tasks:p list:p rows:p ski
 Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
-    "step:p cap:p fetched:p owner:n num_pages:n last_tokens:n indptr:p indices:p last_page:p n:i width:i mode:i "
-    "tally:i move:i",
+    "step:p cap:p fetched:p owner:n num_pages:n last_tokens:n open_tokens:n indptr:p indices:p last_page:p "
+    "n:i width:i mode:i tally:i move:i",
 )
-Append: Any = _struct("Append", "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p n:i through:i")
+Append: Any = _struct(
+    "Append",
+    "k:p v:p stride_k:i stride_v:i page:n offset:n active:p slots:p step:p q:p q_out:p stride_q:i group:i n:i "
+    "through:i",
+)
 Score: Any = _struct(
     "Score",
     "q:p stride_q:i q_dtype:i table:p table_width:i lo:n hi:n logits:p partials:p q_out:p tickets:p scale:f n:i rows:i "
@@ -85,6 +89,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "resolve": (View, Work, Resolve),
     "append": (View, Work, Append, View, Resolve, View, Resolve),
     "write_token": (View, Append),
+    "close_pages": (View, Append),
     "score": (View, Score),
     "dense_scores": (Select,),
     "select": (Select,),

@@ -104,12 +104,12 @@ class Inputs:
         return self.ordered.data_ptr() != self.flat.data_ptr()
 
 
-def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float, scored: bool = True) -> Inputs:
+def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float) -> Inputs:
     """As reference_attention.attend_inputs. width: of the selections."""
     n, rows, heads, group, dim = q.shape
     plan = attend_plan(view, n, rows * group, width, scale)
     flat = inner_contiguous(q.reshape(n * rows, heads, group, dim), "q", view.kv.dtype)
-    if rows == 1 and (flat.is_contiguous() or not scored):
+    if rows == 1 and flat.is_contiguous():
         ordered = flat.reshape(n * heads, group, dim)
     else:
         ordered = torch.empty((n * heads, rows * group, dim), dtype=q.dtype, device=q.device)

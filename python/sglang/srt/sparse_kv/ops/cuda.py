@@ -43,6 +43,7 @@ __all__ = [
     "attend_inputs",
     "check",
     "clear",
+    "close_pages",
     "count_guides",
     "decode_step",
     "gather",
@@ -270,14 +271,18 @@ def resolve(
     num_pages=None,
     fetched=None,
     owner=None,
+    open_tokens=None,
     move: bool = False,
 ):
     """As reference.resolve. Also writes the page table of `inputs`. move: bring the missing units too, so that `gather`
     of the result has nothing to do.
     """
     n, heads, width = pages.shape
+    if open_tokens is not None and num_pages is None:
+        raise ValueError("resolve: open_tokens are those of the last of num_pages, which are missing")
     slots = torch.empty((n, heads, width), dtype=torch.int32, device=pages.device)
     fields: dict[str, Any] = {"slots": pointer(slots), "tally": int(count), "move": int(move)}
+    fields |= {"num_pages": ints(num_pages, "num_pages"), "open_tokens": ints(open_tokens, "open_tokens")}
     fields |= _account(fetched, owner)
     if inputs is not None:
         plan = inputs.plan
@@ -285,8 +290,8 @@ def resolve(
             "indptr": pointer(plan.indptr),
             "indices": pointer(plan.indices),
             "last_page": pointer(plan.last_page),
+            "last_tokens": ints(inputs.last_tokens, "last_tokens"),
         }
-        fields |= {"num_pages": ints(num_pages, "num_pages"), "last_tokens": ints(inputs.last_tokens, "last_tokens")}
     request = _request(view, pages, tokens, step, RESOLVE, (n, width), (heads * width, width), **fields)
     return slots, _edit(view, request)
 
@@ -395,10 +400,26 @@ def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) ->
     )
 
 
-def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
-    """As reference.write_token."""
-    slots = contiguous(slots, "slots", torch.int32)
-    launch("write_token", k.device, view_of(view), _token(view, k, v, page, slots, offset, active, through))
+def write_token(
+    view: LayerView, k, v, page, slots, offset, active, through: bool = True, inputs: Inputs | None = None
+) -> None:
+    """As reference.write_token. Also puts the queries of one row a request into the order of `inputs`."""
+    if slots is not None:
+        slots = contiguous(slots, "slots", torch.int32)
+    args = _token(view, k, v, page, slots, offset, active, through)
+    if inputs is not None and inputs.needs_order:
+        flat = inputs.flat
+        if flat.shape[0] != args.n:
+            raise ValueError(f"write_token: one row of queries for each of {args.n} requests, got {flat.shape[0]}")
+        args.q, args.stride_q, args.group = pointer(flat), flat.stride(0), flat.shape[2]
+        args.q_out = pointer(inputs.ordered)
+    launch("write_token", k.device, view_of(view), args)
+
+
+def close_pages(view: LayerView, page, offset, active) -> None:
+    """As reference.close_pages."""
+    args = abi.Append(page=ints(page, "page"), offset=ints(offset, "offset"), active=pointer(active), n=page.shape[0])
+    launch("close_pages", page.device, view_of(view), args)
 
 
 def append(

@@ -17,6 +17,8 @@ OPERATIONS = (
     "resolve",
     "plan_prefetch",
     "append",
+    "write_token",
+    "close_pages",
     "gather",
     "lands",
     "absent",

@@ -301,6 +301,7 @@ def resolve(
     num_pages=None,
     fetched=None,
     owner=None,
+    open_tokens=None,
 ):
     """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
 
@@ -309,6 +310,9 @@ def resolve(
     A unit in flight is already in the table and counts as a hit: the caller joins the layer's transfers before it
     attends. inputs: of attend_inputs, for selections of num_pages int [N] pages a row. fetched: int32 [slots, 2], where
     each request's missing units are added in column 0, in the row owner[i] int [N].
+    open_tokens: int [N], with num_pages and instead of tokens: the last page of each row is the one that a token is
+    about to be written to, and has so many committed tokens. It is a hit as after an append, on nobody's account, and a
+    miss only if it must be fetched.
     Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
     slots = _slots_of(view, pages)
@@ -319,12 +323,17 @@ def resolve(
     view.counters[USEFUL] += unused - view.ahead.sum()
     view.stamp[head, slot] = step
     valid = pages >= 0
+    missing = valid & (slots < 0)
+    others = missing
+    if open_tokens is not None:
+        last = (torch.arange(pages.shape[2], device=pages.device) == num_pages[:, None] - 1)[:, None, :]  # [N, 1, C]
+        tokens = torch.where(last, open_tokens[:, None, None], view.kv.shape[3]).expand_as(pages)
+        others = missing & ~last
     if count:
         view.counters[SELECTED] += valid.sum()
-        view.counters[HIT] += slot.numel()
-    missing = valid & (slots < 0)
+        view.counters[HIT] += valid.sum() - others.sum()
     if fetched is not None:
-        _charge(fetched[:, 0], owner, missing)
+        _charge(fetched[:, 0], owner, others)
     fetch = _enter_missing(view, missing, pages, tokens, step, ahead=False)
     return _slots_of(view, pages) if fetch.units.shape[0] else slots, fetch
 
@@ -407,23 +416,33 @@ def gather(view: LayerView, fetch: Fetch) -> None:
         view.kv[head, slot, :, :tokens] = view.host[page, head, :, :tokens].to(view.kv.device)
 
 
-def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True) -> None:
+def write_token(view: LayerView, k, v, page, slots, offset, active, through: bool = True, inputs=None) -> None:
     """Writes row 0's K/V into its cache slot and through to the host; makes the landmark of a page that closes.
 
     k, v [N, H, D]; page, offset int [N] of the token; slots int [N, H] of the open units; active bool [N].
+    slots None: the open pages are resident, and the landmark is left to `close_pages`. inputs: of attend_inputs.
     """
-    heads, page_size = view.kv.shape[0], view.kv.shape[3]
     row = active.nonzero()[:, 0]
-    head = torch.arange(heads, device=k.device)[None, :]
-    slot, off, pg = slots[row].long(), offset[row].long()[:, None], page[row].long()[:, None]
+    head = torch.arange(view.kv.shape[0], device=k.device)[None, :]
+    off, pg = offset[row].long()[:, None], page[row].long()[:, None]
+    slot = (view.slot_of[head, pg] if slots is None else slots[row]).long()
+    assert bool((slot >= 0).all()), "an open page has no slot"
     both = torch.stack([k[row], v[row]], 2)  # [M, H, 2, D]
     view.kv[head, slot, :, off] = both
     if through:
         view.host[pg, head, :, off] = both.to(view.host.device)
-    closing = off[:, 0] == page_size - 1
-    if bool(closing.any()):
-        keys = view.kv[head, slot[closing], 0]  # [M, H, P, D]
-        store(view.landmarks, pg[closing, 0], keys)
+    if slots is not None:
+        close_pages(view, page, offset, active, slots)
+
+
+def close_pages(view: LayerView, page, offset, active, slots=None) -> None:
+    """Makes the landmarks of pages that their last token was written to, from their slots. As write_token otherwise."""
+    row = (active & (offset == view.kv.shape[3] - 1)).nonzero()[:, 0]
+    if not row.numel():
+        return
+    head, pg = torch.arange(view.kv.shape[0], device=page.device)[None, :], page[row].long()
+    slot = (view.slot_of[head, pg[:, None]] if slots is None else slots[row]).long()
+    store(view.landmarks, pg, view.kv[head, slot, 0])  # [M, H, P, D]
 
 
 def append(

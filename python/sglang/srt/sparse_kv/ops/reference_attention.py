@@ -6,10 +6,10 @@ import torch
 from sglang.srt.sparse_kv.ops.reference import LayerView
 
 
-def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float, scored: bool = True) -> None:
-    """What an engine's attention reads beside the cache, filled on the way by `score` (queries) and `resolve` (pages),
-    which take it, and passed to `attend` in the end. scored: False where there is no `score` on the way, which takes
-    one row a request. This engine needs nothing.
+def attend_inputs(q, view: LayerView, last_tokens, width: int, scale: float) -> None:
+    """What an engine's attention reads beside the cache, filled on the way by `score` or `write_token` (queries) and
+    `resolve` (pages), which take it, and passed to `attend` in the end. The page table in it is that of all layers
+    which have their width and scale in common. This engine needs nothing.
     """
     return None
 
