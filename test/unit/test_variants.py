@@ -62,13 +62,14 @@ def test_scores_are_skipped_exactly_where_they_decide_nothing(length):
     request = torch.ones(1, dtype=torch.int64), torch.tensor([length])
     geometry = SimpleNamespace(max_pages=40, kv_heads=2)
     step = DecodeStep.build(geometry, SHAPE, ALL, tokens, *request)
+    selection = step.every_page(SHAPE, 2)
     rand = torch.Generator().manual_seed(length)
     scores = torch.randn(1, 1, 2, 40, generator=rand)
     index = torch.arange(40)
     scores[..., (index < low) | (index >= high)] = float("-inf")
     expected = reference.select(scores, step.table, step.length, step.active, SHAPE, SHAPE.budget_pages)
-    assert torch.equal(step.selection.pages, expected.pages)
-    assert torch.equal(step.selection.num_pages, expected.num_pages)
+    assert torch.equal(selection.pages, expected.pages)
+    assert torch.equal(selection.num_pages, expected.num_pages)
 
 
 def test_the_lengths_grow_with_the_steps():
@@ -83,9 +84,10 @@ def test_padding_selects_nothing():
     tokens = torch.arange(400, dtype=torch.int32)[None].expand(3, -1) + PAGE
     geometry = SimpleNamespace(max_pages=5, kv_heads=2)  # fewer pages than a selection is wide
     step = DecodeStep.build(geometry, SHAPE, ALL, tokens, torch.tensor([0, 2]), torch.tensor([1, 17]))
-    assert step.selection.num_pages.tolist() == [0, 3]
-    assert step.selection.pages[0].eq(-1).all()
-    assert step.selection.pages[1].tolist() == [[1, 2, 3] + [-1] * (SHAPE.width - 3)] * 2
+    selection = step.every_page(SHAPE, 2)
+    assert selection.num_pages.tolist() == [0, 3]
+    assert selection.pages[0].eq(-1).all()
+    assert selection.pages[1].tolist() == [[1, 2, 3] + [-1] * (SHAPE.width - 3)] * 2
 
 
 def test_what_was_set_is_done():

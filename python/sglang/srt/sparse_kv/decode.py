@@ -116,9 +116,9 @@ def _write(runtime: SparseKVRuntime, step: DecodeStep, layer: int, k, v, scale: 
     """Writes row 0's token, k, v [N, H, D], to an open page that was found under the layer before. Returns the slots of
     the selection.
     """
-    if layer == 0:
-        _find(runtime, step, layer, scale, inputs)
     runtime.transfer.join_branch()
+    if layer == 0:  # the selection itself was made on the branch
+        _find(runtime, step, layer, scale, inputs)
     found, through = step.found, not runtime.policy.skip_write_through
     assert found is not None and (found.layer, found.scale) == (layer, scale), "another layer's pages were found"
     view = runtime.cache.views[layer]

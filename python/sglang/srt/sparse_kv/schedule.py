@@ -25,6 +25,7 @@ import torch
 from sglang.srt.sparse_kv.gate import EARLY, LATE
 from sglang.srt.sparse_kv.lookahead import SCOPED_AHEAD
 from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch
+from sglang.srt.sparse_kv.variants import Variant
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
@@ -40,6 +41,9 @@ class Schedule:
     def begin_step(self, step: DecodeStep) -> None:
         runtime = self.runtime
         runtime.tick()
+        if runtime.variant is Variant.ALL_PAGES:
+            with runtime.transfer.branch():  # until the first layer needs it
+                step.selection = step.every_page(runtime.shape, runtime.geometry.kv_heads)
         if not runtime.fetches_ahead:
             return
         self._closed = torch.where(runtime.gate.open[:, step.req], step.closed_pages, 0)

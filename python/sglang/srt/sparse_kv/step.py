@@ -51,10 +51,7 @@ class DecodeStep:
     ) -> DecodeStep:
         """req_to_token int32 [slots, context]; req int64 [N]; length int [N]; ops: the device's engine."""
         batch = ops.decode_step(shape, geometry.max_pages, variant.rows, req_to_token, req, length)
-        step = cls(req=req, **vars(batch))
-        if variant is Variant.ALL_PAGES:
-            step.selection = step.every_page(shape, geometry.kv_heads)
-        return step
+        return cls(req=req, **vars(batch))
 
     def forced(self, shape: SelectionShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Forced pages of row 0 with the committed tokens of each: (int32 [N, F] physical, int32 [N, F]).
