@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
-from sglang.srt.sparse_kv.ops import cuda, reference
+from sglang.srt.sparse_kv.ops import cuda, reference_batch
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -18,7 +18,7 @@ def test_decode_step(engine, rows, page_size, sinks, window, dtype):
     tokens = torch.randint(0, 10**6, (8, 1003), generator=torch.Generator().manual_seed(window), dtype=torch.int32)
     to = lambda t: t.to(engine.device)  # noqa: E731
     for max_pages in (-(-1003 // page_size), 200):
-        expected = reference.decode_step(shape, max_pages, rows, tokens, req, length)
+        expected = reference_batch.decode_step(shape, max_pages, rows, tokens, req, length)
         got = cuda.decode_step(shape, max_pages, rows, to(tokens), to(req), to(length))
         for name, value in vars(expected).items():
             ours = getattr(got, name)
@@ -39,6 +39,6 @@ def test_count_guides(engine, count):
     tokens = torch.randint(0, 3, (count,), generator=random, dtype=torch.int32)
     ours, expected = torch.tensor([5, 7], device=engine.device), torch.tensor([5, 7])
     for _ in range(2):
-        reference.count_guides(expected, guess, tokens)
+        reference_batch.count_guides(expected, guess, tokens)
         cuda.count_guides(ours, guess.to(engine.device), tokens.to(engine.device))
     assert torch.equal(ours.cpu(), expected)

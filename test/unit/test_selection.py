@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, Geometry, SelectionShape
-from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops import reference, reference_batch
 from sglang.srt.sparse_kv.ops.landmarks import empty, make, store, vectors
 from sglang.srt.sparse_kv.ops.reference import NONE
 from sglang.srt.sparse_kv.step import DecodeStep
@@ -210,6 +210,6 @@ def test_lookup_keeps_none_and_reads_each_requests_own_table():
 
 def test_physical_pages_stop_at_the_table():
     req_to_token = torch.tensor([[0] * 10, [20, 21, 22, 23, 8, 9, 10, 11, 40, 41]], dtype=torch.int32)
-    pages = reference.physical_pages(req_to_token, torch.tensor([1, 0]), PAGE, 2)
+    pages = reference_batch.physical_pages(req_to_token, torch.tensor([1, 0]), PAGE, 2)
     assert pages.tolist() == [[5, 2], [0, 0]] and pages.dtype == torch.int32
-    assert reference.physical_pages(req_to_token, torch.tensor([1]), PAGE, 9).tolist() == [[5, 2, 10]]
+    assert reference_batch.physical_pages(req_to_token, torch.tensor([1]), PAGE, 9).tolist() == [[5, 2, 10]]

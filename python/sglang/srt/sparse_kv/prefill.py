@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 from sglang.srt.sparse_kv.landing import Absent, Landing
-from sglang.srt.sparse_kv.ops.reference import physical_pages
+from sglang.srt.sparse_kv.ops.reference_batch import physical_pages
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
 

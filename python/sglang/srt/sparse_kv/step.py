@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.geometry import Geometry, SelectionShape
-from sglang.srt.sparse_kv.ops import reference
+from sglang.srt.sparse_kv.ops import reference_batch
 from sglang.srt.sparse_kv.ops.reference import NONE, Selection
 from sglang.srt.sparse_kv.variants import Variant
 
@@ -47,7 +47,7 @@ class DecodeStep:
         req_to_token,
         req,
         length,
-        ops: Any = reference,
+        ops: Any = reference_batch,
     ) -> DecodeStep:
         """req_to_token int32 [slots, context]; req int64 [N]; length int [N]; ops: the device's engine."""
         batch = ops.decode_step(shape, geometry.max_pages, variant.rows, req_to_token, req, length)

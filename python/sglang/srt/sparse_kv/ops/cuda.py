@@ -34,7 +34,7 @@ from sglang.srt.sparse_kv.ops.launching import (
     view_of,
 )
 from sglang.srt.sparse_kv.ops.reference import Fetch, LayerView, Prefetch, Selection
-from sglang.srt.sparse_kv.ops.workspace import chunks, workspace
+from sglang.srt.sparse_kv.ops.workspace import chunks, set_miss_rate, skip_copies, workspace
 
 __all__ = [
     "append",
@@ -368,20 +368,6 @@ def gather(view: LayerView, fetch: Fetch, blocks: int | None = None) -> None:
         ahead=int(getattr(fetch, "ahead", False)),
     )
     launch("gather", device, view_of(view), workspace(device).work(view.stamp.shape[0], 1), args)
-
-
-def skip_copies(device: torch.device, skip: bool) -> None:
-    """Lets fetches on a device move nothing, captured ones too: wrong results, the times of a perfect link."""
-    workspace(device).skip.fill_(int(skip))
-
-
-def set_miss_rate(device: torch.device, rate: float) -> None:
-    """Lets `resolve` with move, captured ones too, bring this share of hits (0 to 1, drawn anew in each step) from the
-    host again, and count them as missed: same results, the times of a worse prediction.
-    """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"miss rate must be between 0 and 1, got {rate}")
-    workspace(device).miss_rate.fill_(round(rate * 1_000_000))
 
 
 def _token(view: LayerView, k, v, page, slots, offset, active, through: bool) -> Any:

@@ -8,11 +8,11 @@ import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
 from sglang.srt.sparse_kv.ops import abi
 from sglang.srt.sparse_kv.ops.launching import contiguous, ints, launch, pointer
-from sglang.srt.sparse_kv.ops.reference import Batch
+from sglang.srt.sparse_kv.ops.reference_batch import Batch
 
 
 def decode_step(shape: SelectionShape, max_pages: int, rows: int, req_to_token, req, length) -> Batch:
-    """As reference.decode_step, in one launch."""
+    """As reference_batch.decode_step, in one launch."""
     source = contiguous(req_to_token, "req_to_token", torch.int32)
     device, n, width = source.device, req.shape[0], min(max_pages, -(-source.shape[1] // shape.page_size))
 
@@ -56,7 +56,7 @@ def decode_step(shape: SelectionShape, max_pages: int, rows: int, req_to_token, 
 
 
 def count_guides(counts: torch.Tensor, guess, tokens) -> None:
-    """As reference.count_guides, in one launch."""
+    """As reference_batch.count_guides, in one launch."""
     guess, tokens = (contiguous(t, name) for t, name in ((guess, "guess"), (tokens, "tokens")))
     launch(
         "count_guides",

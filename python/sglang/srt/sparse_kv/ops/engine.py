@@ -45,9 +45,9 @@ def engine_for(device: torch.device) -> SimpleNamespace:
 
         modules = [cuda, cuda_prefill]
     else:
-        from sglang.srt.sparse_kv.ops import reference, reference_attention, reference_prefill
+        from sglang.srt.sparse_kv.ops import reference, reference_attention, reference_batch, reference_prefill
 
-        modules = [reference, reference_prefill, reference_attention]
+        modules = [reference, reference_batch, reference_prefill, reference_attention]
     found = {name: getattr(module, name) for name in OPERATIONS for module in modules if hasattr(module, name)}
     missing = [name for name in OPERATIONS if name not in found]
     if missing:

@@ -119,3 +119,17 @@ def workspace(device: torch.device) -> Workspace:
     if device not in _workspaces:
         _workspaces[device] = Workspace(device)
     return _workspaces[device]
+
+
+def skip_copies(device: torch.device, skip: bool) -> None:
+    """Lets fetches on a device move nothing, captured ones too: wrong results, the times of a perfect link."""
+    workspace(device).skip.fill_(int(skip))
+
+
+def set_miss_rate(device: torch.device, rate: float) -> None:
+    """Lets `resolve` with move, captured ones too, bring this share of hits (0 to 1, drawn anew in each step) from the
+    host again, and count them as missed: same results, the times of a worse prediction.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"miss rate must be between 0 and 1, got {rate}")
+    workspace(device).miss_rate.fill_(round(rate * 1_000_000))
