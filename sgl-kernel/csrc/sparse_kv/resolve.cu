@@ -230,7 +230,6 @@ SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvRe
   // Where open pages are told apart, nothing waits for the launch yet and GEMMs run beside it: it must be small. All heads
   // are asked for the same pages there, so they miss about as many, and a block each fills the link.
   bool small = args->open_tokens.data != nullptr;
-  if (small && stages > kFewestStages) stages = kFewestStages;
   size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);
   size_t starts = args->indices ? (args->n + 1) * sizeof(int) : 0;
   if (shared < starts) shared = starts;
