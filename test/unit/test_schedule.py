@@ -155,7 +155,7 @@ def test_no_lookahead_changes_a_bit():
     """Whatever the number of late layers, of few slots, and where it changes from step to step."""
 
     def run(lookahead: tuple[int, ...]) -> tuple[list[torch.Tensor], list[dict[str, int]]]:
-        rig = Rig(seed=3, layers=6, pages=150, context=500, requests=2, budget=32)
+        rig = Rig(seed=3, layers=6, pages=150, context=500, requests=2, budget=32, hysteresis=0)
         rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width + 4, "check": 1, "transfer": "delayed"})
         rig.runtime.plan = dataclasses.replace(rig.plan, lookahead=lookahead)
         for req, length in ((1, 400), (2, 150)):
