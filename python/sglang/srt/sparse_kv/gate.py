@@ -3,8 +3,8 @@
 A prediction is worth something if its guess is right. After a wrong one it names hardly anything that the cache does
 not hold anyway, and much of what it fetches is never used. Whether the guess of a step is right shows at its end, so
 layers that fetch under the step itself go by the request's record. The last layers, which fetch under the next step,
-know the outcome, and a right guess opens them, too. A wrong one does not shut them: a quarter of what it brings and
-more is needed, and waiting costs more than three times a transfer that hides (measured, see docs).
+know the outcome, and a right guess opens them, too. A wrong one does not shut them: some of what it brings is needed,
+and waiting costs more than three times a transfer that hides (measured, see docs).
 """
 
 from __future__ import annotations

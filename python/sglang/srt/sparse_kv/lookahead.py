@@ -13,8 +13,9 @@ from __future__ import annotations
 SCOPED_AHEAD = 2  # layers without a cache of their own whose buffers are filling while one computes
 # Layers that lie between the first late layer's request and the layer: it should not be waited for at once.
 NEAREST = 2
-# What a run of neighbouring layers may need beyond one mean fetch each, in mean fetches: on real text 6 to 11 in nine
-# of ten steps of 16 requests and more (docs/predictability.md). A layer may need three times the mean in every step.
+# What a run of neighbouring layers may need beyond one mean fetch each, in mean fetches: in nine of ten steps 7 to 10
+# on real text, or more where hardly anything is fetched (docs/predictability.md). One layer may need four times the
+# mean in every step.
 BURST = 10
 
 
