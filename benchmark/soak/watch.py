@@ -28,6 +28,11 @@ def pid_behind(url: str) -> int:
     raise ValueError(f"nothing that this user may look at listens on port {port}; start the server on this machine.")
 
 
+def compiles(command: list[str]) -> bool:
+    """Whether a process is one of those that torch compiles with, one a core, which end when they had nothing to do."""
+    return any("compile_worker" in word for word in command)
+
+
 class Watch:
     """Samples of a server's processes and counters; `samples` grows until `stop`."""
 
@@ -47,9 +52,11 @@ class Watch:
 
     def sample(self) -> dict[str, Any]:
         server = psutil.Process(self.pid)
-        sizes = {}
-        for process in (server, *server.children(recursive=True)):
-            sizes[f"{process.pid}"] = process.memory_info().rss / MIB
+        sizes = {
+            f"{process.pid}": process.memory_info().rss / MIB
+            for process in (server, *server.children(recursive=True))
+            if not compiles(process.cmdline())
+        }
         gpu = nvidia_smi("--query-gpu=memory.used") or []
         found = requests.get(f"{self.url}/server_info", timeout=120).json()["internal_states"][0]["sparse_kv"]
         total = found["total"]

@@ -54,3 +54,11 @@ def test_what_is_not_flat_is_noticed(samples, complaint):
     assert (not complaints) if complaint is None else complaint in complaints[0]
     if len(samples) > 5:
         assert found["counted"]["selected"] == 2900
+
+
+def test_what_torch_compiles_with_is_no_part_of_a_server():
+    """It ends by itself after minutes without work, and a soak took that for a crash."""
+    python = "/usr/bin/python3"
+    worker = [python, "/site-packages/torch/_inductor/compile_worker/__main__.py", "--workers=32", "--parent=7"]
+    assert watch.compiles(worker) and not watch.compiles(["sglang::scheduler"]) and not watch.compiles([])
+    assert not watch.compiles([python, "-m", "sglang.launch_server", "--model-path", "compile"])

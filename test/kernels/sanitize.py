@@ -72,9 +72,9 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, loc[:7] // page_size), target)
     full = torch.full((7,), page_size, device=gpu)
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, torch.arange(7, device=gpu) + 11, full, clock), target)
-    chosen = torch.arange(7, device=gpu) + 21
-    absent = cuda_prefill.absent([view, *others], chosen)
-    plan = cuda_prefill.plan_stage(view, chosen, full, clock, absent[0])
+    prefix = torch.arange(7, device=gpu) + 21
+    absent = cuda_prefill.absent([view, *others], prefix)
+    plan = cuda_prefill.plan_stage(view, prefix, full, clock, absent[0])
     place = torch.zeros((7, *view.host.shape[1:]), dtype=dtype, device=gpu)
     cuda_prefill.stage(view, plan, target, parts="resident")
     torch.cuda.synchronize()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.sparse_kv import landing
+from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.landing import Absent, Landing, runs_of
+from sglang.srt.sparse_kv.ops import pinned
 from sglang.srt.sparse_kv.runtime import LONG_UNUSED
 from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS
 from sparse_rig import Rig, counters, resident, small_blocks
 
 PAGE = 8
+GEOMETRY = Geometry(5, 8, 4, 16, PAGE, 100, 60, 4, torch.float32)
 
 
 def with_landing(rig: Rig, pages: int = 2) -> Rig:
@@ -138,9 +142,53 @@ def test_resident_pages_do_not_land():
 def test_pages_land_where_nearly_all_of_their_heads_are_missing():
     """Others would cross the link in vain."""
     known = np.array([[8] * 20 + [0] * 20, [8] * 20 + [6] * 20, [8] * 20 + [7] * 10 + [0] * 10], np.uint8)
-    absent = Absent(torch.from_numpy(known), known, np.arange(40))
-    rows = [absent.due(layer, slice(0, 40), heads=8) for layer in range(3)]
+    absent = Absent(GEOMETRY, torch.from_numpy(known), known, np.arange(40))
+    rows = [absent.due(layer, slice(0, 40)) for layer in range(3)]
     assert [row is not None for row in rows] == [True, False, True]
     assert rows[0].row.tolist() == known[0].tolist() == rows[0].on_device.tolist()
-    assert absent.due(0, slice(10, 40), heads=8).pages.tolist() == list(range(10, 40))
-    assert absent.due(1, slice(0, 20), heads=8) is not None and absent.due(0, slice(20, 40), heads=8) is None
+    assert absent.due(0, slice(10, 40)).pages.tolist() == list(range(10, 40))
+    assert absent.due(1, slice(0, 20)) is not None and absent.due(0, slice(20, 40)) is None
+
+
+def test_no_copy_crosses_a_border_between_registrations(monkeypatch):
+    """CUDA refuses those. Layers of 100 pages, registered 230 at a time: borders in layer 2 and layer 4."""
+    page_bytes = GEOMETRY.page_bytes // GEOMETRY.num_layers
+    monkeypatch.setattr(pinned, "PIECE", 230 * page_bytes)
+    pages = np.arange(20, 50)
+    known = np.full((5, 30), 8, np.uint8)
+    absent = Absent(GEOMETRY, torch.from_numpy(known), known, pages)
+    assert [absent.due(layer, slice(0, 30)) is not None for layer in range(5)] == [True, True, False, True, True]
+    assert absent.due(2, slice(0, 10)) is not None and absent.due(2, slice(10, 30)) is not None, (
+        "pages 20 to 29, and 30 on"
+    )
+    known[2, 5:15] = 0
+    assert absent.due(2, slice(0, 30)) is None, "copies on both sides are not one call's"
+    rig = with_landing(small_blocks(Rig(seed=3, pages=90, context=400, requests=3), 7))
+    monkeypatch.setattr(pinned, "PIECE", 130 * rig.geometry.page_bytes // rig.geometry.num_layers)
+    landed = counting(rig)
+    story(rig)
+    assert landed
+
+
+@pytest.mark.parametrize("fault", ["refused", "wrong"])
+def test_a_driver_that_takes_no_lists_is_noticed_at_start(fault, monkeypatch, caplog):
+    rig = with_landing(Rig(seed=1, layers=2, pages=60, context=300, requests=1))
+    rig.runtime.host.zero_()
+    for name in ("synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    made = rig.prefill.landing
+    assert made._try() and not caplog.records
+
+    def refusing(*args):
+        raise RuntimeError("kernel land failed to launch: invalid argument")
+
+    rig.runtime.ops.land = refusing if fault == "refused" else lambda *args: None
+    made.works = made._try()
+    assert "nine tenths" in caplog.text and ("invalid argument" in caplog.text) == (fault == "refused")
+    landed = counting(rig)
+    rig.start(1)
+    rig.extend({1: 10 * PAGE})
+    rig.runtime.flush()
+    rig.extend({1: 1})
+    assert landed == []

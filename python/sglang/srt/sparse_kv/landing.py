@@ -9,6 +9,7 @@ that left the cache meanwhile is brought like any other missing unit, and one th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.sparse_kv.geometry import Geometry
+from sglang.srt.sparse_kv.ops import pinned
 from sglang.srt.sparse_kv.ops.reference import LayerView
 from sglang.srt.sparse_kv.transfer import Copy
 
 if TYPE_CHECKING:
     from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+logger = logging.getLogger(__name__)
 
 # Share of the units of the pages that land which must be missing: what kernels bring of what the copy engine does
 # (48.5 and 55.1 GB/s, one H200), since a page lands whole.
@@ -37,18 +42,37 @@ class Landing:
         shape = (2, runtime.plan.landing_pages, geometry.kv_heads, 2, geometry.page_size, geometry.head_dim)
         self.places = torch.zeros(shape, dtype=geometry.dtype, device=runtime.device)
         self._turn = 0
+        self.works = runtime.device.type == "cpu" or self._try()
         self._runs: dict[tuple[int, int, bytes], np.ndarray] = {}  # of this prefill, by piece and what lands of it
+
+    def _try(self) -> bool:
+        """Whether this driver takes such copies of this pool: once at start, rather than in the first prefill."""
+        ops, views, place = self.runtime.ops, self.runtime.cache.views, self.places[0]
+        count = min(place.shape[0], self.runtime.geometry.num_pages)
+        place.fill_(1)
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                ops.land(views[0], np.array([[0, 0, count]]), place)
+            torch.cuda.synchronize()
+            works = torch.equal(place[:count].cpu(), views[0].host[:count])
+        except RuntimeError as error:
+            logger.warning("The copy engine takes no lists of pages (%s)", error)
+            works = False
+        if not works:
+            logger.warning("Kernels bring prefixes from host memory, at nine tenths of the link's rate")
+        return works
 
     def begin(self, pages: torch.Tensor) -> Absent | None:
         """What is missing of a prefill's pages, int32 [M] in the order in which they are staged; None where that is too
         little to land. Waits for what runs on the device.
         """
         self._runs.clear()
-        if len(pages) < FEW:
+        if len(pages) < FEW or not self.works:
             return None
         absent = self.runtime.ops.absent(self.runtime.cache.views, pages)
         known, numbers = _to_host(absent, pages)
-        return Absent(absent, known, numbers.astype(np.int64)) if known.any() else None
+        return Absent(self.runtime.geometry, absent, known, numbers.astype(np.int64)) if known.any() else None
 
     def legs(self, view: LayerView, plan: Any, target: torch.Tensor, due: Due) -> Iterator[tuple[Copy, Copy]]:
         """Both legs of each piece of a block in which pages land; plan and target as in `stage`."""
@@ -71,16 +95,25 @@ class Absent:
     pages int64 [M].
     """
 
-    def __init__(self, on_device: torch.Tensor, known: np.ndarray, pages: np.ndarray):
-        self._on_device, self._known, self._pages = on_device, known, pages
+    def __init__(self, geometry: Geometry, on_device: torch.Tensor, known: np.ndarray, pages: np.ndarray):
+        self._geometry, self._on_device, self._known, self._pages = geometry, on_device, known, pages
 
-    def due(self, layer: int, part: slice, heads: int) -> Due | None:
+    def due(self, layer: int, part: slice) -> Due | None:
         """What lands of a layer and a block's pages, if any."""
-        row = self._known[layer, part]
+        row, pages = self._known[layer, part], self._pages[part]
         landing = np.count_nonzero(row)
-        if landing < FEW or int(row.sum(dtype=np.int64)) < SHARE * landing * heads:
+        if landing < FEW or int(row.sum(dtype=np.int64)) < SHARE * landing * self._geometry.kv_heads:
             return None
-        return Due(part.start, self._pages[part], row, self._on_device[layer, part])
+        return (
+            None if self._crosses(layer, pages[row > 0]) else Due(part.start, pages, row, self._on_device[layer, part])
+        )
+
+    def _crosses(self, layer: int, pages: np.ndarray) -> bool:
+        """Whether pages lie on both sides of a border between registrations, which CUDA lets no copy cross."""
+        page_bytes = self._geometry.page_bytes // self._geometry.num_layers
+        first = layer * self._geometry.num_pages
+        start, end = (first + int(pages.min())) * page_bytes, (first + int(pages.max()) + 1) * page_bytes
+        return start // pinned.PIECE != (end - 1) // pinned.PIECE
 
 
 @dataclass

@@ -18,7 +18,9 @@ from sglang.srt.sparse_kv.lookahead import late_layers
 # both slots take at most this share of the memory that is free for KV.
 STAGING_TOKENS = (40960, 24576, 16384, 8192)
 STAGING_SHARE = 0.025
-LANDING_TOKENS = 4096  # of each of two places where pieces of a prefix land: 0.3 ms of a PCIe 5 link at 8B
+# Of each of two places where pieces of a prefix land. Each piece costs the host 0.03 to 0.1 ms, which pieces of 4096
+# tokens did not hide on a slow one; these take 1.2 ms of a PCIe 5 link at 8B. Of smaller staging slots, half.
+LANDING_TOKENS = 16384
 SLOT_STATE_BYTES = 4 + 4 + 1  # page, stamp, ahead
 LEFT = "left to SGLang (activations, graphs, workspaces)"
 ONE_ROW_GRAPHS = "graphs for one row"
@@ -59,7 +61,7 @@ class Plan:
     @property
     def landing_pages(self) -> int:
         """Of each of the two places where pieces of a prefix land."""
-        return min(LANDING_TOKENS, self.staging_tokens) // self.shape.page_size
+        return landing_tokens(self.staging_tokens) // self.shape.page_size
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as builtins."""
@@ -102,7 +104,7 @@ def device_bytes(
     if config.keeps_history:
         sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
     if cuda:
-        sizes["prefill landing"] = staging_bytes(geometry, min(LANDING_TOKENS, geometry.staging_tokens))
+        sizes["prefill landing"] = staging_bytes(geometry, landing_tokens(geometry.staging_tokens))
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
         if config.rows == "auto":
             sizes[ONE_ROW_GRAPHS] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES
@@ -118,6 +120,11 @@ def staging_tokens(geometry: Geometry, free: int) -> int:
     """Tokens of a staging slot on a GPU with so many bytes free for KV: no more than a request can have."""
     room = (tokens for tokens in STAGING_TOKENS if staging_bytes(geometry, tokens) <= STAGING_SHARE * free)
     return min(next(room, STAGING_TOKENS[-1]), geometry.max_pages * geometry.page_size)
+
+
+def landing_tokens(staging: int) -> int:
+    """Tokens of a place where a prefix lands, with staging slots of so many."""
+    return min(LANDING_TOKENS, staging // 2)
 
 
 def scratch_bytes(geometry: Geometry, config: SparseKVConfig, shape: SelectionShape) -> int:

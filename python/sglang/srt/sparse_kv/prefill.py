@@ -192,7 +192,7 @@ class Prefill:
         target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
         since = None if layer in runtime.cache.scoped else runtime.clock_prefix
         view = runtime.cache.views[layer]
-        due = absent.due(layer, block.part, runtime.geometry.kv_heads) if absent is not None else None
+        due = absent.due(layer, block.part) if absent is not None else None
         plan = runtime.transfer.edit(
             partial(ops.plan_stage, view, block.pages, block.page_tokens, since, None if due is None else due.on_device)
         )
