@@ -58,7 +58,8 @@ class MissCurve:
     source: str
 
 
-# A budget of 1536 and hysteresis 1, where 2, the default, misses less; temperature 0.6, positions beyond the small model's training.
+# A budget of 1536 and hysteresis 1, where 2, the default, misses less; temperature 0.6, positions beyond those that the
+# small model was trained for.
 HIGH = MissCurve(
     "high",
     ((3.79, 0.0448), (5.21, 0.0299), (10.4, 0.0095)),
