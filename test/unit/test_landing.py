@@ -38,6 +38,7 @@ def counting(rig: Rig) -> list[int]:
 @pytest.fixture(autouse=True)
 def every_page_is_worth_it(monkeypatch):
     monkeypatch.setattr(landing, "FEW", 1)
+    monkeypatch.setattr(landing, "ASKED", 1)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -148,6 +149,21 @@ def test_pages_land_where_nearly_all_of_their_heads_are_missing():
     assert rows[0].row.tolist() == known[0].tolist() == rows[0].on_device.tolist()
     assert absent.due(0, slice(10, 40)).pages.tolist() == list(range(10, 40))
     assert absent.due(1, slice(0, 20)) is not None and absent.due(0, slice(20, 40)) is None
+
+
+def test_what_requests_share_crosses_the_link_once():
+    """The second finds it in the slots that the first has filled."""
+    rig = with_landing(Rig(seed=2, layers=2, pages=60, context=300, requests=2))
+    rig.start(1)
+    rig.extend({1: 12 * PAGE})
+    rig.fork(2, 1, 12 * PAGE)
+    rig.runtime.flush()
+    landed = counting(rig)
+    rig.extend({1: 1, 2: 1})
+    assert sum(landed) == 2 * 12
+    known = np.full((1, 24), 8, np.uint8)
+    absent = Absent(GEOMETRY, torch.from_numpy(known), known, np.r_[np.arange(12), np.arange(4, 16)])
+    assert absent.due(0, slice(0, 12)) is not None and absent.due(0, slice(12, 24)) is None
 
 
 def test_no_copy_crosses_a_border_between_registrations(monkeypatch):

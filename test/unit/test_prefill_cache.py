@@ -128,7 +128,8 @@ def test_what_a_prefill_writes_goes_before_its_prefix():
 
 def hits_beside_a_prefill(prefill: bool, spares: bool = True) -> float:
     """Share of their selection that two running requests find cached, while a third brings a long prompt, or not."""
-    rig = small_blocks(Rig(seed=20, layers=2, pages=300, context=1700, requests=3), 8)
+    # Without hysteresis, so that selections change.
+    rig = small_blocks(Rig(seed=20, layers=2, pages=300, context=1700, requests=3, hysteresis=0), 8)
     if not spares:
         rig.runtime.clock_long_ago = rig.runtime.clock_prefix = rig.runtime.clock
     rig.runtime.apply_policy({"cache_slots": 5 * rig.runtime.shape.width})

@@ -66,12 +66,14 @@ SKV_EXPORT int skv_land(const SkvView* view, const SkvLand* args, const Launch* 
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   size_t all = 0;
 #if CUDART_VERSION >= 13000
-  return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &all, 1, where->stream);
+  status = cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &all, 1, where->stream);
 #else
   size_t failed = 0;
-  return cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &all, 1, &failed,
-                              where->stream);
+  status = cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &all, 1, &failed,
+                                where->stream);
 #endif
+  if (status != cudaSuccess) cudaGetLastError();  // told here; the next launch would take it for its own
+  return status;
 #else
   (void)host, (void)landing, (void)page, (void)where;
   return cudaErrorNotSupported;

@@ -227,7 +227,7 @@ using namespace skv;
 SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvResolve* args, const Launch* where) {
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk && args->move ? mover_stages(*view, where->device) : 0;
-  // Where open pages are told apart, nothing waits for the launch yet and GEMMs run beside it: it must be small. All heads
+  // Where open pages are told apart, nothing waits for the launch yet and GEMMs run beside it: few blocks. All heads
   // are asked for the same pages there, so they miss about as many, and a block each fills the link.
   bool small = args->open_tokens.data != nullptr;
   size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);

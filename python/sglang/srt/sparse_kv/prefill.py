@@ -17,6 +17,7 @@ after the layer's attention, which has joined their moves. All of it is over bef
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,8 @@ import torch
 from sglang.srt.sparse_kv.landing import Absent, Landing
 from sglang.srt.sparse_kv.ops.reference_batch import physical_pages
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Prefill:
         shape = (2, 2, geometry.kv_heads, tokens, geometry.head_dim)
         self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
         self.landing = Landing(runtime) if runtime.ops.lands() else None
+        if device.type == "cuda" and self.landing is None:
+            logger.info("Kernels bring prefixes from host memory: lists of copies need CUDA 12.8 and a driver for it")
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
         self._plans: list[object] = [None, None]  # of both slots, kept alive until the next one's
