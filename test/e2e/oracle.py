@@ -16,7 +16,7 @@ class Oracle:
     """Greedy sparse decoding with the model at `path`, in float32. budget, sinks and window in tokens."""
 
     def __init__(
-        self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64, hysteresis: float = 1.0
+        self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64, hysteresis: float = 2.0
     ):
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 

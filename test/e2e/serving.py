@@ -41,6 +41,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # The policy beside the budget, see sparse_kv/policy.py. A test names what differs.
 DEFAULT_POLICY = {
+    "hysteresis": 2.0,
     "guide": "resync",
     "guide_attends": "selected",
     "rows": 2,

@@ -30,7 +30,7 @@ def runs(fleet) -> dict[str, tuple[list[Answer], dict[str, int]]]:
     server.ask_all(PROMPTS, 1)
     found = {}
     for name, policy in RUNS.items():
-        server.policy(budget=BUDGET, cache_slots=SLOTS, **policy)
+        server.policy(budget=BUDGET, cache_slots=SLOTS, hysteresis=0, **policy)  # selections that change
         found[name] = (server.ask_all(PROMPTS, TOKENS, ignore_eos=True), server.totals())
     host = server.counters()["plan"]["host_tokens"] // 16
     held = sum(a.prompt_tokens for a in found["honest"][0]) // 16
