@@ -84,6 +84,8 @@ class Runner:
         self.model_config = SimpleNamespace(vocab_size=VOCAB)
         self.token_to_kv_pool = SimpleNamespace(runtime=Runtime())
         self.sampler = make_sampler()
+        self.begun = []  # arguments of each prefill that was sent ahead of its forward
+        self.attn_backend = SimpleNamespace(begin_prefill=lambda *prefill: self.begun.append(prefill))
 
     def sample(self, output, batch):
         """As upstream's, whose positions depend on the mode."""
@@ -183,6 +185,8 @@ class Rig:
     def prefill(self, *requests):
         batch = self.batch(list(requests), ForwardMode.EXTEND)
         batch.input_ids = torch.tensor([req.tokens[-1] for req in requests])
+        batch.prefix_lens, batch.extend_lens = [0] * len(requests), [req.length for req in requests]
+        batch.out_cache_loc = torch.zeros(sum(batch.extend_lens), dtype=torch.int64)
         result = self.worker.forward_batch_generation(batch, self.publish)
         self._commit(requests, result, new_lengths=[req.length for req in requests])
         self.running += requests

@@ -42,8 +42,7 @@ class SparseKVAttnBackend(AttentionBackend):
         if mode.is_target_verify():
             self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
-            self.prefill.begin(
-                self.req_to_token_pool.req_to_token,
+            self.begin_prefill(
                 forward_batch.req_pool_indices,
                 list(forward_batch.extend_prefix_lens_cpu),
                 list(forward_batch.extend_seq_lens_cpu),
@@ -51,6 +50,15 @@ class SparseKVAttnBackend(AttentionBackend):
             )
         elif not mode.is_idle():
             raise RuntimeError(f"forward mode {mode.name} is not part of sparse KV serving")
+
+    def begin_prefill(
+        self, req: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], loc: torch.Tensor
+    ) -> None:
+        """As `Prefill.begin`, once for a batch's loc. The worker calls it as soon as it has the batch: the prefix is on
+        its way while SGLang makes a forward of it.
+        """
+        if self.prefill.step is None or self.prefill.step.loc is not loc:
+            self.prefill.begin(self.req_to_token_pool.req_to_token, req, prefix_lens, extend_lens, loc)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         """A decode step's state and its first fetches; recorded into the CUDA graph, where lengths are the moment's."""

@@ -164,6 +164,7 @@ class DualDecodeWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         slots = batch.req_pool_indices
+        self._runner.attn_backend.begin_prefill(slots, batch.prefix_lens, batch.extend_lens, batch.out_cache_loc)
         self._admit(batch, slots)
         if on_publish is not None:
             on_publish(batch.seq_lens)
