@@ -8,9 +8,10 @@ sent while nothing else runs:
 * ``cold``: a prompt of which nothing is cached.
 * ``group``: eight cold prompts of one length sent at once, until the last has its token.
 * ``second_turn``: 200 new tokens after a cached prompt. For sparse KV twice: with the prompt's pages in the GPU cache
-  as its prefill left them, and with that cache emptied, so that every page comes from the host; the counters
-  ``prefix_cache`` and ``prefix_host`` beside the figure say which of the two it was. For ``hicache``, plain SGLang with
-  its host cache, the second of these follows as many other prompts as push the first one out of the GPU.
+  as its prefill left them, and with that cache emptied, so that every page comes from the host (``by_kernels``: the
+  same without the copy engine); the counters ``prefix_cache`` and ``prefix_host`` beside the figure say which of the
+  two it was. For ``hicache``, plain SGLang with its host cache, the second of these follows as many
+  other prompts as push the first one out of the GPU.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Measurement:
         found["second_turn"] = {"as_left": self.second_turn(prompts, empty=False)}
         if self.sparse or (self.room and self.pushing_out(prompts)):
             found["second_turn"]["from_host"] = self.second_turn(prompts, empty=True)
+        if self.sparse and self.sparse["policy"].get("landing"):
+            found["second_turn"]["by_kernels"] = self.second_turn(prompts, empty=True, policy="no_landing")
+            policies.switch(self.url, "default", self.sparse["policy"])
         if group:
             server.flush(self.url)
             traces = first_tokens(self.url, prompts[:GROUP])
@@ -69,13 +73,13 @@ class Measurement:
         server.flush(self.url)
         return found
 
-    def second_turn(self, prompts: list[list[int]], empty: bool) -> dict[str, Any]:
+    def second_turn(self, prompts: list[list[int]], empty: bool, policy: str = "default") -> dict[str, Any]:
         """After the first prompt, which is cached. Each new turn differs, so that no more than it is found there."""
         before = self._counters()
         seconds, cached = [], 0
         for turn in range(REPEATS):
             if empty and self.sparse:
-                policies.switch(self.url, "default", self.sparse["policy"])  # a switch empties the page cache
+                policies.switch(self.url, policy, self.sparse["policy"])  # a switch empties the page cache
             elif empty and self.room:
                 for other in self.pushing_out(prompts):
                     first_tokens(self.url, [other])
@@ -87,7 +91,8 @@ class Measurement:
         found: dict[str, Any] = {"s": statistics.median(seconds), "runs_s": seconds, "cached_tokens": cached}
         if self.sparse:
             found["units"] = {name: value - before[name] for name, value in self._counters().items()}
-        say(f"{len(prompts[0])} tokens, second turn{' from the host' if empty else ''}: {found['s']:.3f} s")
+        where = f" from the host ({policy})" if empty else ""
+        say(f"{len(prompts[0])} tokens, second turn{where}: {found['s']:.3f} s")
         return found
 
     def pushing_out(self, prompts: list[list[int]]) -> list[list[int]]:

@@ -127,6 +127,24 @@ def test_without_one_of_its_legs_a_page_is_wrong_text(leg):
         rig.extend({1: 1})
 
 
+def test_no_page_lands_where_landing_is_switched_off():
+    rig = with_landing(Rig(seed=2, layers=2, pages=60, context=300, requests=1))
+    rig.start(1)
+    rig.extend({1: 10 * PAGE})
+    landed = counting(rig)
+    for on in (0, 1):
+        rig.runtime.apply_policy({"landing": on})  # empties the cache
+        rig.extend({1: 1})
+        assert sum(landed) == on * 2 * 11
+
+
+def test_landing_cannot_be_switched_on_without_places():
+    rig = Rig(seed=2, layers=2, pages=60, context=300, requests=1, landing=False)
+    assert rig.prefill.landing is None
+    with pytest.raises(ValueError, match="landing is 1, and this server was started without places to land"):
+        rig.runtime.apply_policy({"landing": 1})
+
+
 def test_resident_pages_do_not_land():
     rig = with_landing(Rig(seed=2, layers=2, pages=60, context=300, requests=1))
     rig.start(1)

@@ -132,6 +132,7 @@ class SparseKVConfig:
     prefetch_floor: float = 0.25
     lookahead: int | str = "auto"
     prefetch_cap: float = 1.0
+    landing: bool = True
     cache_memory: int | str = "auto"
     ring: int = 3
     coupled_sampling: bool = True

@@ -104,7 +104,8 @@ def device_bytes(
     if config.keeps_history:
         sizes["token history"] = (geometry.max_requests + 1) * geometry.max_pages * geometry.page_size * 4
     if cuda:
-        sizes["prefill landing"] = staging_bytes(geometry, landing_tokens(geometry.staging_tokens))
+        if config.landing:
+            sizes["prefill landing"] = staging_bytes(geometry, landing_tokens(geometry.staging_tokens))
         sizes["kernel scratch"] = scratch_bytes(geometry, config, shape)
         if config.rows == "auto":
             sizes[ONE_ROW_GRAPHS] = len(graph_sizes(range(1, geometry.max_requests + 1))) * ONE_ROW_BYTES

@@ -14,7 +14,7 @@ TRANSFERS = ("plain", "delayed", "reordered", "failing", "oracle", "faulty", "br
 ATTENDS = ("selected", "own")
 # What one tensor parallel rank may do otherwise than another: when and how often its own bytes move. Not its slots: by
 # them a step may choose its rows, which all ranks must have alike.
-OF_ONE_RANK = ("prefetch", "prefetch_cap", "transfer", "miss_rate", "seed")
+OF_ONE_RANK = ("prefetch", "prefetch_cap", "landing", "transfer", "miss_rate", "seed")
 NAMED = {"guide": GUIDES, "guide_attends": ATTENDS, "rows": ROWS, "transfer": TRANSFERS}
 
 
@@ -37,6 +37,7 @@ class Policy:
     prefetch: bool = True
     prefetch_floor: float = 0.0
     prefetch_cap: float = 1.0
+    landing: bool = True
     residency: Any = "all"
     cache_slots: int = 0
     transfer: str = "plain"
@@ -60,6 +61,7 @@ class Policy:
             prefetch=config.prefetch,
             prefetch_floor=config.prefetch_floor,
             prefetch_cap=config.prefetch_cap,
+            landing=config.landing,
             residency=config.residency,
             seed=config.seed,
         )
@@ -71,6 +73,11 @@ class Policy:
             raise ValueError(
                 f"sparse_kv policy budget must be from one page ({page_size}) up to the {started.budget} tokens of the "
                 f"start, got {new.budget}"
+            )
+        if new.landing and not started.landing:
+            raise ValueError(
+                "sparse_kv policy landing is 1, and this server was started without places to land; restart it with "
+                "landing true"
             )
         if new.rows == 2 and started.most_rows == 1:
             raise ValueError(

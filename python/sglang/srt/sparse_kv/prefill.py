@@ -69,8 +69,9 @@ class Prefill:
         tokens = runtime.plan.staging_tokens // geometry.page_size * geometry.page_size
         shape = (2, 2, geometry.kv_heads, tokens, geometry.head_dim)
         self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
-        self.landing = Landing(runtime) if runtime.ops.lands() else None
-        if device.type == "cuda" and self.landing is None:
+        wanted = runtime.config.landing
+        self.landing = Landing(runtime) if wanted and runtime.ops.lands() else None
+        if device.type == "cuda" and wanted and self.landing is None:
             logger.info("Kernels bring prefixes from host memory: lists of copies need CUDA 12.8 and a driver for it")
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
@@ -101,7 +102,7 @@ class Prefill:
         counts = torch.tensor(begun_tokens, dtype=torch.int32).to(tables.device, non_blocking=True)
         blocks = [block for chunk in chunks for block in chunk.blocks]
         self.step = PrefillStep(chunks, blocks, torch.cat(begun), counts, loc)
-        if self.landing is not None and blocks:
+        if self.landing is not None and blocks and runtime.policy.landing:
             for before, block in itertools.pairwise(blocks):
                 block.first = before.part.stop
             self.step.absent = self.landing.begin(torch.cat([block.pages for block in blocks]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,10 @@ from sglang.srt.sparse_kv.ops.launching import inner_contiguous, ints, launch, p
 from sglang.srt.sparse_kv.ops.reference import LayerView
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
-LANDING = os.environ.get("SPARSE_KV_LANDING", "1") != "0"  # for measurements: whether the copy engine brings pages
-
 
 def lands() -> bool:
     """Whether `land` can be used: from CUDA 12.8 on, many copies are handed over at once."""
-    return LANDING and bool(build.library().skv_lands())
+    return bool(build.library().skv_lands())
 
 
 def absent(views: Sequence[LayerView], pages: torch.Tensor) -> torch.Tensor:
