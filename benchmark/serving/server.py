@@ -172,33 +172,36 @@ class MemoryWatch:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            sizes, self.source = self.sample()
+            sizes, self.source = taken(self.pid)
             longer = range(max(len(sizes), len(self.peaks)))
             self.peaks = [max(of[i] if i < len(of) else 0 for of in (sizes, self.peaks)) for i in longer]
             self._stop.wait(self._seconds)
 
-    def sample(self) -> tuple[list[int], str]:
-        """Bytes now on each GPU that they use, in the GPUs' order, and where the figure is from."""
-        pids = _family(self.pid)
-        table = nvidia_smi("--query-compute-apps=pid,used_memory,gpu_bus_id")
-        if table is None:
-            total = 0
-            for pid in pids:
-                with contextlib.suppress(psutil.Error):
-                    total += psutil.Process(pid).memory_info().rss
-            return [total], "resident"
-        ours: dict[str, int] = {}
-        for pid, used, gpu in table:
-            if pid.isdigit() and int(pid) in pids and used.isdigit():
-                ours[gpu] = ours.get(gpu, 0) + (int(used) << 20)
-        if ours:
-            return [ours[gpu] for gpu in sorted(ours)], "process"
-        used = nvidia_smi("--query-gpu=memory.used") or []
-        return [int(row[0]) << 20 for row in used if row[0].isdigit()], "device"
-
     def stop(self) -> None:
         self._stop.set()
         self._thread.join(timeout=10)
+
+
+def taken(pid: int) -> tuple[list[int], str]:
+    """Bytes that a process and its children have on each GPU that they use, in the GPUs' order, and where the figure
+    is from, as `MemoryWatch.source`.
+    """
+    pids = _family(pid)
+    table = nvidia_smi("--query-compute-apps=pid,used_memory,gpu_bus_id")
+    if table is None:
+        total = 0
+        for each in pids:
+            with contextlib.suppress(psutil.Error):
+                total += psutil.Process(each).memory_info().rss
+        return [total], "resident"
+    ours: dict[str, int] = {}
+    for of, used, gpu in table:
+        if of.isdigit() and int(of) in pids and used.isdigit():
+            ours[gpu] = ours.get(gpu, 0) + (int(used) << 20)
+    if ours:
+        return [ours[gpu] for gpu in sorted(ours)], "process"
+    rows = nvidia_smi("--query-gpu=memory.used") or []
+    return [int(row[0]) << 20 for row in rows if row[0].isdigit()], "device"
 
 
 def _family(pid: int) -> set[int]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 
-from benchmark.serving.server import nvidia_smi
+from benchmark.serving.server import taken
 
 MIB = 1 << 20
 # Of the server's counters, those of the page cache.
@@ -57,14 +57,14 @@ class Watch:
             for process in (server, *server.children(recursive=True))
             if not compiles(process.cmdline())
         }
-        gpu = nvidia_smi("--query-gpu=memory.used") or []
+        on_gpus, source = taken(self.pid)
         found = requests.get(f"{self.url}/server_info", timeout=120).json()["internal_states"][0]["sparse_kv"]
         total = found["total"]
         return {
             "seconds": time.monotonic() - self._start,
             "rss_mib": sum(sizes.values()),
             "processes_mib": sizes,
-            "gpu_mib": sum(int(row[0]) for row in gpu if row[0].isdigit()),
+            "gpu_mib": 0 if source == "resident" else sum(on_gpus) / MIB,
             "steps": found["steps"],
             **{name: total[name] for name in COUNTED},
         }

@@ -11,6 +11,7 @@ from serving import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark.serving import server as benchmark_server
 from benchmark.soak import run, watch
 
 
@@ -54,6 +55,15 @@ def test_what_is_not_flat_is_noticed(samples, complaint):
     assert (not complaints) if complaint is None else complaint in complaints[0]
     if len(samples) > 5:
         assert found["counted"]["selected"] == 2900
+
+
+def test_a_neighbours_memory_is_not_the_servers(sparse: Server, monkeypatch):
+    pid = watch.pid_behind(sparse.url)
+    rows = [[str(pid), "300", "a"], ["1", "70000", "a"]]
+    monkeypatch.setattr(benchmark_server, "nvidia_smi", lambda query: rows)
+    looked = watch.Watch(sparse.url, 60)
+    looked.stop()
+    assert [found["gpu_mib"] for found in looked.samples] == [300]
 
 
 def test_what_torch_compiles_with_is_no_part_of_a_server():
