@@ -45,7 +45,7 @@ def without_graph(cell: dict) -> bool:
 
 
 def disturbed(run: str, cell: dict) -> bool:
-    """The last cells of this run were a fifth slower than the same steps are elsewhere, see docs/results.md."""
+    """The last cells of this run were a fifth slower than the same steps are elsewhere, see docs/history.md."""
     return run == SLOWED and (cell["length"], cell["streams"]) in ((122880, 5), (1800, 1), (1800, 8))
 
 
