@@ -167,7 +167,8 @@ class Rig:
         out = torch.empty_like(queries)
         before = self.chosen.get(place, [set()] * g.kv_heads)
         assert before is not None, "the step before this one was not verified"
-        competed = len(candidates) > shape.budget_pages
+        budget = shape.budget_pages if length >= shape.whole else len(candidates)
+        competed = len(candidates) > budget
         self.chosen[place] = []
         for h in range(g.kv_heads):
             chosen = []
@@ -176,7 +177,7 @@ class Rig:
                 best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0)
                 best = [s + self.config.hysteresis * (c in before[h]) for s, c in zip(best.tolist(), candidates)]
                 order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
-                chosen = [candidates[i] for i in order[: shape.budget_pages]]
+                chosen = [candidates[i] for i in order[:budget]]
             self.chosen[place].append(set(chosen) if competed else set())
             pages = sorted(forced | set(chosen))
             tokens = torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
@@ -201,6 +202,8 @@ class Rig:
             best = [s + self.config.hysteresis * (c in before) for s, c in zip(best, candidates)]
             order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
             chosen = [candidates[i] for i in order[: shape.budget_pages]]
+        if length + 1 < shape.whole:
+            chosen = candidates
         sinks = range(min(shape.sink_pages, first))
         pages = sorted({*sinks, *chosen, *range(first, length // p + 1)})
         return torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])

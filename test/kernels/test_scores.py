@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import LANDMARK_PARTS, SelectionShape
@@ -234,6 +236,69 @@ def test_the_last_selection_beyond_registers(engine):
         written, wanted = (x.bits.cpu()[row, 1 - read[i], 0] for x in (last, expected_last))
         assert torch.equal(written[: candidates // 32], wanted[: candidates // 32])
         assert torch.equal(last.bits.cpu()[row, read[i]], expected_last.bits[row, read[i]])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("whole", [700, 704, 705])
+def test_short_requests_select_all(engine, whole, rows):
+    """Step after step, over the border: neighbours are longer, within the budget, and padding."""
+    q, landmarks, table, length, active, shape = batch(
+        10, engine.device, [whole - 4, whole - 1, 2100, 330, whole, 5, 690], rows, 2, 4, 64, torch.bfloat16, 16, 256
+    )
+    scored, shape = shape, dataclasses.replace(shape, whole=whole)
+    active[6] = False
+    random = torch.Generator().manual_seed(whole)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    bits = torch.zeros((8, 2, 2, -(-table.shape[1] // 32)), dtype=torch.int32)
+    owner, bonus = torch.arange(1, 8), torch.tensor([1.5])
+    expected_last, last = Last(bits.clone(), owner, bonus), Last(to(bits.clone()), to(owner), to(bonus))
+    without_last = Last(bits.clone(), owner, bonus)
+    for step in range(7):
+        lo, hi = bounds(shape, length, active, rows)
+        q = q + 0.5 * torch.randn(q.shape, generator=random).to(q.dtype)
+        scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+        dense = scores.dense().cpu()
+        plain = reference.select(dense, table, length, active, shape, shape.budget_pages)
+        without = reference.select(dense, table, length, active, scored, scored.budget_pages, last=without_last)
+        found = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
+        expected = reference.select(dense, table, length, active, shape, shape.budget_pages, last=expected_last)
+        got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+        for name in ("pages", "num_pages", "predicted"):
+            assert torch.equal(getattr(found, name).cpu(), getattr(plain, name)), f"{name} of a tensor in step {step}"
+            assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), f"{name} in step {step}"
+        assert torch.equal(last.bits.cpu(), expected_last.bits), step
+        for i, tokens in enumerate(length.tolist()):
+            every = tokens // 16 + 1
+            if active[i] and tokens < whole:
+                assert int(got.num_pages[i]) == every
+                assert got.pages[i, 0, :every].tolist() == table[i, :every].tolist()
+                assert not last.bits[owner[i]].any()
+        for i in (2, 4):  # never short
+            assert torch.equal(got.pages[i, :, : scored.width].cpu(), without.pages[i])
+            assert int(got.num_pages[i]) == int(without.num_pages[i])
+            assert torch.equal(got.predicted[i].cpu(), without.predicted[i])
+            assert torch.equal(last.bits[owner[i]].cpu(), without_last.bits[owner[i]])
+        length = length + active.long()
+    assert last.bits[1].any() and last.bits[2].any()
+
+
+@pytest.mark.parametrize("global_scores", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_all_of_more_pages_than_can_be_ranked(engine, rows, global_scores, monkeypatch):
+    if global_scores:
+        monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
+    q, landmarks, table, length, active, shape = batch(
+        11, engine.device, [4300, 4099, 4098], rows, 1, 4, 64, torch.float16, 1, 128
+    )
+    shape = dataclasses.replace(shape, whole=4100)
+    lo, hi = bounds(shape, length, active, rows)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
+    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    for name in ("pages", "num_pages", "predicted"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    assert got.num_pages.tolist() == [128 + 16 + 64, 4100, 4099]
 
 
 def test_one_row(engine):

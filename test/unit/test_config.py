@@ -65,6 +65,8 @@ def test_integers_are_exact_however_large(value):
 def test_defaults_are_valid_and_match_the_manual():
     config = SparseKVConfig.from_dict({})
     assert (config.budget, config.sinks, config.window, config.guide, config.most_rows) == (1664, 16, 64, "resync", 2)
+    assert [config.whole_at(budget) for budget in (16, 1663, 1664, 4096)] == [0, 0, 2048, 2048]
+    assert [SparseKVConfig.from_dict({"whole": n}).whole_at(16) for n in (0, 500)] == [0, 500]
     assert config.lookahead == "auto" and SparseKVConfig.from_dict({"lookahead": 8}).lookahead == 8
 
 
@@ -77,6 +79,10 @@ def test_defaults_are_valid_and_match_the_manual():
         ({"budget": 1.0}, "budget"),
         ({"sinks": -1}, "sinks"),
         ({"window": -1}, "window"),
+        ({"whole": -1}, "whole"),
+        ({"whole": "all"}, "'auto' or a whole number"),
+        ({"whole": 2048.0}, "whole number"),
+        ({"whole": True}, "whole number"),
         ({"lookahead": 0}, "lookahead"),
         ({"lookahead": "half"}, "'auto' or a whole number"),
         ({"lookahead": 2.0}, "whole number"),

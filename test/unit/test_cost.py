@@ -236,3 +236,9 @@ def test_a_gpu_is_known_by_its_name(name, gib, found):
 def test_one_gpu_was_measured_and_the_rest_say_so():
     assert [device.name for device in devices.DEVICES if device.measured] == ["H200"]
     assert devices.stand_in(24 << 30).memory < 26e9
+
+
+def test_a_whole_context_is_all_of_its_pages():
+    work = load(2, budget=1664)
+    work = dataclasses.replace(work, shape=dataclasses.replace(work.shape, whole=2048))
+    assert [work.width(context) for context in (10, 1800, 2047, 2048, 32768)] == [1, 113, 128, 110, 110]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from sglang.srt.sparse_kv.geometry import SelectionShape
@@ -18,42 +20,44 @@ def memory(owners: list[int], bonus: float, slots: int = 6) -> Last:
     return Last(bits, torch.tensor(owners), torch.tensor([bonus]))
 
 
-def step(last: Last, scores: torch.Tensor, length: torch.Tensor, active=None) -> list[list[list[int]]]:
+def step(last: Last, scores: torch.Tensor, length: torch.Tensor, active=None, shape=SHAPE) -> list[list[list[int]]]:
     """One step of requests whose table is the identity: logical pages by request and head. scores [N, R, H, MP]."""
-    lo, hi = SHAPE.candidate_bounds(length[:, None] + torch.arange(scores.shape[1]))
+    lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(scores.shape[1]))
     index = torch.arange(PAGES)
     inside = (index >= lo[..., None]) & (index < hi[..., None])
     scores = torch.where(inside[:, :, None], scores, float("-inf"))
     table = torch.arange(PAGES, dtype=torch.int32).expand(len(length), -1)
     active = torch.ones(len(length), dtype=torch.bool) if active is None else active
-    found = reference.select(scores, table, length, active, SHAPE, SHAPE.budget_pages, last=last)
+    found = reference.select(scores, table, length, active, shape, shape.budget_pages, last=last)
     return [[[p for p in row if p >= 0] for row in request] for request in found.pages.tolist()]
 
 
-def by_loop(scores, length: int, before: set[int], bonus: float) -> tuple[list[int], set[int]]:
+def by_loop(scores, length: int, before: set[int], bonus: float, whole: int) -> tuple[list[int], set[int]]:
     """One head's selection and what is remembered of it. scores [MP]."""
     lo, hi = (int(bound) for bound in SHAPE.candidate_bounds(torch.tensor(length)))
     value = {page: float(scores[page] + (bonus if page in before else 0)) for page in range(lo, hi)}
-    chosen = sorted(value, key=lambda page: (-value[page], page))[: SHAPE.budget_pages]
+    chosen = sorted(value, key=lambda page: (-value[page], page))[: SHAPE.budget_pages if length >= whole else None]
     forced = {*range(min(SHAPE.sink_pages, hi)), *range(hi, length // PAGE + 1)}
-    return sorted(forced | set(chosen)), set(chosen) if hi - lo > SHAPE.budget_pages else set()
+    return sorted(forced | set(chosen)), set(chosen) if hi - lo > len(chosen) else set()
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("longer", [0, 9])
 @pytest.mark.parametrize("start", [10 * PAGE - 3, 66 * PAGE])
-def test_every_step_against_a_loop(start, bonus):
+def test_every_step_against_a_loop(start, longer, bonus):
     """From contexts that compete for nothing into those that do, over words of bits, two requests beside each other."""
     rand = torch.Generator().manual_seed(start)
-    last = memory([4, 1], bonus)
+    last, whole = memory([4, 1], bonus), longer and start + longer  # which the two outgrow one after the other
     before = {(i, h): set() for i in range(2) for h in range(HEADS)}
     kept = 0
     base = torch.randn(2, 1, HEADS, PAGES, generator=rand)
     for t in range(40):
         length = torch.tensor([start + t, start + t + 7])
         scores = base + 0.7 * torch.randn(2, 2, HEADS, PAGES, generator=rand)
-        found = step(last, scores, length)
+        found = step(last, scores, length, shape=dataclasses.replace(SHAPE, whole=whole))
         for (i, h), pages in before.items():
-            expected, before[i, h] = by_loop(scores[i, 0, h], int(length[i]), pages, torch.tensor(bonus).item())
+            bonus = torch.tensor(bonus).item()
+            expected, before[i, h] = by_loop(scores[i, 0, h], int(length[i]), pages, bonus, whole)
             assert found[i][h] == expected
             kept += len(pages & before[i, h])
     assert kept > 0
@@ -98,14 +102,16 @@ def test_row_1_leaves_no_trace():
     assert torch.equal(one.bits, other.bits) and one.bits.any()
 
 
-def test_what_is_selected_whole_is_not_remembered():
+@pytest.mark.parametrize("whole", [0, 301])
+def test_what_is_selected_whole_is_not_remembered(whole):
     """So steps that select every page without scores, as a batch of short contexts takes, change nothing."""
-    last = memory([1], 2.0)
-    for length in range(1, (SHAPE.budget_pages + SHAPE.sink_pages) * PAGE + SHAPE.window - 1):
-        assert SHAPE.takes_every_page(length)
-        step(last, torch.randn(1, 2, HEADS, PAGES), torch.tensor([length]))
-    assert not last.bits.any()
-    step(last, torch.randn(1, 2, HEADS, PAGES), torch.tensor([length + 2 * PAGE]))
+    last, shape = memory([1], 2.0), dataclasses.replace(SHAPE, whole=whole)
+    end = whole or (SHAPE.budget_pages + SHAPE.sink_pages + 1) * PAGE + SHAPE.window - 1
+    for length in range(1, end):
+        assert shape.takes_every_page(length)
+        step(last, torch.randn(1, 2, HEADS, PAGES), torch.tensor([length]), shape=shape)
+    assert not last.bits.any() and not shape.takes_every_page(end)
+    step(last, torch.randn(1, 2, HEADS, PAGES), torch.tensor([end]), shape=shape)
     assert last.bits.any()
 
 

@@ -181,7 +181,7 @@ def test_the_table_is_what_is_allocated(page, residency, debug):
 
 def test_settings_beyond_the_context_cost_nothing():
     geometry = model(context=200)
-    small = planner.plan(config(budget=400, sinks=400, window=400), geometry, GB, GB, 4)
+    small = planner.plan(config(budget=400, sinks=400, window=400, whole=400), geometry, GB, GB, 4)
     large = planner.plan(config(budget=10**7, sinks=10**7, window=10**7), geometry, GB, GB, 4)
     assert small.device_bytes == large.device_bytes and small.shape == large.shape
     length = torch.arange(200)

@@ -82,7 +82,8 @@ def at(rows, context):
 def check(plan: planner.Plan, memory: int) -> None:
     """Nothing beyond what was given, and the capacity rule, both by arithmetic of their own."""
     assert sum(plan.outside.values()) + sum(plan.device_bytes.values()) <= memory, "more than there is"
-    selection = plan.shape.budget_pages + plan.shape.sink_pages + plan.shape.window_pages
+    shape = plan.shape
+    selection = max(shape.budget_pages + shape.sink_pages + shape.window_pages, -(-shape.whole // shape.page_size))
     assert plan.slots >= plan.max_running_requests * (selection + 1) + plan.prefetch_headroom, "the capacity rule"
     assert len(plan.lookahead) in (1, plan.max_running_requests) and min(plan.lookahead) >= 1
     assert plan.max_running_requests >= 1 and plan.host_tokens >= 2 * plan.shape.page_size

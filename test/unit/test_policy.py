@@ -65,6 +65,10 @@ def test_numbers_arrive_as_floats():
         {"budget": True},
         {"budget": float("nan")},
         {"budget": float("inf")},
+        {"whole": 1},
+        {"whole": -1},
+        {"whole": 0.5},
+        {"whole": "auto"},
         {"cache_slots": 1.5},
         {"seed": "x"},
         {"prefetch_cap": 1.01},
@@ -94,6 +98,23 @@ def test_numbers_arrive_as_floats():
 def test_bad_values_are_one_sentence(update):
     with pytest.raises(ValueError, match=r"^(unknown )?sparse_kv policy [^\n]+$"):
         changed(**update)
+
+
+def test_a_budget_brings_what_is_whole_at_its_start():
+    """A lower budget for an experiment is kept to, unless what is whole is said with it or was at the start."""
+    started = SparseKVConfig.from_dict({})
+    policy = Policy.from_config(started)
+    assert policy.whole == 2048
+    small = policy.changed({"budget": 96}, started, PAGE)
+    assert small.whole == 0 and small.changed({"seed": 3}, started, PAGE).whole == 0
+    assert small.changed({"budget": 1664.0}, started, PAGE).whole == 2048
+    both = policy.changed({"budget": 96, "whole": 400.0}, started, PAGE)
+    assert both.whole == 400 and type(both.whole) is int
+    assert both.changed({"seed": 3}, started, PAGE).whole == 400
+    with pytest.raises(ValueError, match="whole must be from 0 to the 2048 tokens of the start, got 2049"):
+        policy.changed({"whole": 2049}, started, PAGE)
+    named = SparseKVConfig.from_dict({"whole": 300})
+    assert Policy.from_config(named).changed({"budget": 96}, named, PAGE).whole == 300
 
 
 def test_every_transfer_has_an_engine():

@@ -51,6 +51,19 @@ def test_short_contexts_are_padded(rig):
     assert (sets[..., :1] == 1).all() and (sets[..., 1:] == -1).all(), "one page is neither sink nor window"
 
 
+def test_a_whole_context_has_more_than_the_budget(tmp_path):
+    rig = Rig(record=str(tmp_path / "steps"), layers=3, budget=32, page=8, sinks=8, window=16, whole=100)
+    for req, tokens in ((1, 99), (2, 100)):
+        rig.start(req)
+        rig.extend({req: tokens})
+    rig.decode([1, 2], record={})
+    ((_, sets),) = steps(rig)
+    assert sets.shape == (2, 3, 2, 2, 13)
+    true, predicted = (torch.from_numpy(sets[:, :, :, which]) for which in (recorder.TRUE, recorder.PREDICTED))
+    assert true[0, 0, 0].tolist() == [*range(1, 10), *[-1] * 4], "one sink; a window and open page from page 10 on"
+    assert ((true[1] >= 0).sum(-1) == 4).all() and ((predicted >= 0).sum(-1) == 4).all()
+
+
 def test_a_step_a_header_and_no_look_aheads(rig):
     for number in range(3):
         rig.decode([2])  # a look-ahead

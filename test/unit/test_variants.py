@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,13 @@ SHAPE = SelectionShape.from_tokens(PAGE, budget=4 * PAGE, sinks=PAGE, window=2 *
 TWO, ONE, ALL = Variant.TWO_ROWS, Variant.ONE_ROW, Variant.ALL_PAGES
 
 
-def fake(rows="auto", skip_scores=True, usable=1000, scoped=(), most_rows=2, most_alone=None, recorder=None):
+def fake(
+    rows="auto", skip_scores=True, usable=1000, scoped=(), most_rows=2, most_alone=None, recorder=None, shape=SHAPE
+):
     return SimpleNamespace(
         policy=SimpleNamespace(rows=rows, skip_scores=skip_scores),
         config=SimpleNamespace(most_rows=most_rows),
-        shape=SHAPE,
+        shape=shape,
         cache=SimpleNamespace(usable=usable, scoped=list(scoped)),
         most_alone=most_alone,
         recorder=recorder,
@@ -50,24 +53,29 @@ def test_a_short_context_needs_no_scores_and_one_that_fits_needs_one_row():
     assert choose(fake(usable=52), 10, 400) is TWO
 
 
-@pytest.mark.parametrize("length", range(PAGE * SHAPE.width + 3 * PAGE))
-def test_scores_are_skipped_exactly_where_they_decide_nothing(length):
-    """Selected are all pages if and only if row 0's candidates are within the budget, whatever their scores."""
-    low, high = SHAPE.candidate_bounds(torch.tensor([length]))
-    within = bool(high - low <= SHAPE.budget_pages)
-    assert (choose(fake(), length) is ALL) is within
+@pytest.mark.parametrize("whole", [0, 1, 50, 12 * PAGE - 1, 12 * PAGE, 12 * PAGE + 1])
+@pytest.mark.parametrize("length", range(PAGE * SHAPE.width + 7 * PAGE))
+def test_scores_are_skipped_exactly_where_they_decide_nothing(length, whole):
+    """Selected are all pages if and only if row 0's candidates are within the budget, whatever their scores, or there
+    are fewer than `whole` tokens.
+    """
+    shape = SelectionShape.from_tokens(PAGE, 4 * PAGE, PAGE, 2 * PAGE, whole=whole)
+    low, high = shape.candidate_bounds(torch.tensor([length]))
+    within = bool(high - low <= shape.budget_pages) or length < whole
+    assert (choose(fake(shape=shape), length) is ALL) is within
     if not within:
         return
     tokens = torch.arange(400, dtype=torch.int32)[None].expand(2, -1) + PAGE
     request = torch.ones(1, dtype=torch.int64), torch.tensor([length])
     geometry = SimpleNamespace(max_pages=40, kv_heads=2)
-    step = DecodeStep.build(geometry, SHAPE, ALL, tokens, *request)
-    selection = step.every_page(SHAPE, 2)
+    step = DecodeStep.build(geometry, shape, ALL, tokens, *request)
+    selection = step.every_page(shape, 2)
+    assert int(selection.num_pages) == length // PAGE + 1
     rand = torch.Generator().manual_seed(length)
     scores = torch.randn(1, 1, 2, 40, generator=rand)
     index = torch.arange(40)
     scores[..., (index < low) | (index >= high)] = float("-inf")
-    expected = reference.select(scores, step.table, step.length, step.active, SHAPE, SHAPE.budget_pages)
+    expected = reference.select(scores, step.table, step.length, step.active, shape, shape.budget_pages)
     assert torch.equal(selection.pages, expected.pages)
     assert torch.equal(selection.num_pages, expected.num_pages)
 
@@ -106,7 +114,7 @@ def test_layers_without_a_cache_of_their_own_want_predictions_and_so_does_a_reco
 
 def test_batches_without_a_graph_keep_two_rows():
     long = 12 * PAGE * 2
-    assert SHAPE.most_alone(1000) == 62
+    assert SHAPE.most_alone(1000) == dataclasses.replace(SHAPE, whole=400).most_alone(1000) == 62
     assert choose(fake(), *[long] * 5) is ONE
     assert choose(fake(most_alone=4), *[long] * 5) is TWO
     assert choose(fake(most_alone=4), *[20] * 5) is ALL
@@ -143,8 +151,8 @@ def test_who_ran_with_one_row_is_told_once():
 # ---------------------------------------------------------------- the step
 
 
-def rig_of(lengths: dict[int, int]) -> Rig:
-    rig = Rig(seed=11, layers=4, pages=300, context=600, requests=2, rows="auto")
+def rig_of(lengths: dict[int, int], **config) -> Rig:
+    rig = Rig(seed=11, layers=4, pages=300, context=600, requests=2, rows="auto", **config)
     for req, length in lengths.items():
         rig.start(req)
         rig.extend({req: length})

@@ -152,6 +152,7 @@ struct SkvSelect {
   int64_t sinks;   // pages
   int64_t window;  // tokens
   int64_t budget;  // pages
+  int64_t whole;   // tokens: row 0 of a shorter request takes all candidates
   int64_t width;
 };
 

@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   SKV_DYNAMIC_SHARED(shared);
   __shared__ SelectScratch scratch;
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch.bins[b] = 0;
-  if (threadIdx.x == 0) scratch.listed = 0;
+  if (threadIdx.x == 0) scratch.listed = scratch.predicted = 0;
   if (!args.logits) wait_for_previous_kernel();
   Line line = line_of(args);
   bool active = args.active[line.n];
@@ -254,16 +254,18 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   low_key = __reduce_min_sync(kAll, counts ? scratch.low[lane_id()] : 0xffffffffu);
   high_key = __reduce_max_sync(kAll, counts ? scratch.high[lane_id()] : 0u);
   count = __reduce_add_sync(kAll, counts ? scratch.candidates[lane_id()] : 0);
-  int budget = static_cast<int>(args.budget), chosen = min(count, budget);
-  Limit limit{chosen ? -kInf : kInf, -1};
-  if (chosen && count > budget) {
+  bool last_row = line.row == args.rows - 1, whole = line.row == 0 && active && length < args.whole;
+  int budget = static_cast<int>(args.budget), best = min(count, budget), chosen = whole ? count : best;
+  Limit limit{best ? -kInf : kInf, -1};  // of the best; a row that takes all may have to predict, too
+  if (best && count > budget && (last_row || !whole)) {
     Rank last = Search{candidates, scratch, from_key(low_key), 0.0f}.last(budget, from_key(high_key));
     limit = Limit{from_key(static_cast<uint32_t>(last >> 32)), static_cast<int>(~static_cast<uint32_t>(last))};
   }
 
   // Place of each chosen page, in ascending order of pages.
   int place = 0;
-  candidates.each([&](int, int i, float score, bool) { place += __popc(__ballot_sync(kAll, limit.admits(score, i))); });
+  Limit taking = whole ? Limit{-kInf, -1} : limit;
+  candidates.each([&](int, int i, float score, bool) { place += __popc(__ballot_sync(kAll, taking.admits(score, i))); });
   if (lane_id() == 0) scratch.chosen[warp_id()] = place;
   __syncthreads();
   place = __reduce_add_sync(kAll, lane_id() < warp_id() ? scratch.chosen[lane_id()] : 0);
@@ -279,22 +281,22 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
     for (int c = filled + threadIdx.x; c < width; c += blockDim.x) pages[c] = kNone;
     if (line.head == 0 && threadIdx.x == 0) args.num_pages[line.n] = min(filled, width);
   }
-  bool last = line.row == args.rows - 1;
   int room = line.row == 0 ? width - frame.sinks : 0;
-  bool remembers = before.read && line.row == 0 && count > budget;
+  bool remembers = before.read && line.row == 0 && !whole && count > budget;
   candidates.each([&](int turn, int i, float score, bool in_registers) {
-    bool taken = limit.admits(score, i);
+    bool taken = taking.admits(score, i);
     unsigned votes = __ballot_sync(kAll, taken);
     int mine = place + __popc(votes & lanes_below());
     place += __popc(votes);
     if (remembers) before.remember(turn, votes);
     if (!taken) return;
     if (mine < room) pages[frame.sinks + mine] = in_registers ? physical[turn] : table[line.lo + i];
-    if (last) scratch.ranked[mine] = rank_of(score, i);
+    if (!last_row || !limit.admits(score, i)) return;
+    scratch.ranked[whole ? atomicAdd(&scratch.predicted, 1) : mine] = rank_of(score, i);  // in any order
   });
-  if (!last) return;
+  if (!last_row) return;
   __syncthreads();
-  write_predicted(scratch, chosen, budget, line.lo,
+  write_predicted(scratch, best, budget, line.lo,
                   args.predicted + kept * args.keep_stride + line.head * args.keep_stride_head);
 }
 

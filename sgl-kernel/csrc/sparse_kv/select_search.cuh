@@ -45,6 +45,7 @@ struct SelectScratch {
   uint32_t low[32], high[32];
   int candidates[32], chosen[32];  // of each warp
   int listed, bin, above;
+  int predicted;  // where row 0, which takes all, is also the last row
   Rank limit;
   int bins[kBins];
   Rank ranked[kRankable];

@@ -16,6 +16,8 @@ from typing import Any
 MODE = "dualdecoder"
 PAGE_SIZES = (8, 16, 32)
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_BUDGET = 1664
+DEFAULT_WHOLE = 2048
 
 _UNITS = {
     "": 1,
@@ -104,6 +106,7 @@ class SparseKVConfig:
             layers, or layer ids.
         sinks: tokens at the start of a context that are always attended.
         window: most recent tokens that are always attended.
+        whole: tokens; a shorter context is attended whole. "auto": 2048, or 0 with a budget below the default.
         hysteresis: how much better a page has to score, in nats of log-probability, than one that the request's last
             step selected, to take its place, 0..10.
         prefetch: fetch predicted pages ahead of their layer.
@@ -119,7 +122,7 @@ class SparseKVConfig:
         record: a file that every decode step's selections are written to, for studies; "" for none. Needs debug.
     """
 
-    budget: int = 1664
+    budget: int = DEFAULT_BUDGET
     host_memory: int | str = "auto"
     guide: str = "resync"
     rows: str | int = "auto"
@@ -127,6 +130,7 @@ class SparseKVConfig:
     residency: str | float | tuple[int, ...] = "auto"
     sinks: int = 16
     window: int = 64
+    whole: int | str = "auto"
     hysteresis: float = 2.0
     prefetch: bool = True
     prefetch_floor: float = 0.25
@@ -149,6 +153,12 @@ class SparseKVConfig:
     def keeps_history(self) -> bool:
         """Whether the tokens of running requests are kept on the device, for a guide that looks them up."""
         return self.most_rows == 2 and (self.guide in _LOOKUP_GUIDES or self.debug)
+
+    def whole_at(self, budget: int) -> int:
+        """Tokens below which a context is attended whole where the budget is so many: "auto" keeps to a small one."""
+        if isinstance(self.whole, int):
+            return self.whole
+        return DEFAULT_WHOLE if budget >= DEFAULT_BUDGET else 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SparseKVConfig:
@@ -203,10 +213,12 @@ class SparseKVConfig:
         _check_int("sinks", self.sinks, low=0)
         _check_int("window", self.window, low=0)
         _check_number("hysteresis", self.hysteresis, low=0, high=10)
-        if isinstance(self.lookahead, str):
-            _check_choice("lookahead", self.lookahead, ("auto",), more=" or a whole number")
-        else:
-            _check_int("lookahead", self.lookahead, low=1)
+        for name, low in (("whole", 0), ("lookahead", 1)):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                _check_choice(name, value, ("auto",), more=" or a whole number")
+            else:
+                _check_int(name, value, low=low)
         _check_int("ring", self.ring, low=2, high=4)
         _check_int("seed", self.seed, low=0, high=2**63 - 1)
         _check_number("prefetch_cap", self.prefetch_cap, low=0, high=1)

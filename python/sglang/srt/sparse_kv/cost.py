@@ -97,7 +97,8 @@ class Load:
 
     def width(self, context: int) -> int:
         """Pages in a selection at a context of so many tokens."""
-        return min(self.shape.width, self.pages(context))
+        pages = self.pages(context)
+        return pages if self.shape.takes_every_page(context) else min(self.shape.scored_width, pages)
 
     def pages(self, context: int) -> int:
         return -(-(context + 1) // self.geometry.page_size)

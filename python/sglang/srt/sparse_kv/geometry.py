@@ -67,22 +67,25 @@ class SelectionShape:
     """How many pages a selection may hold, and which are forced.
 
     A selection of row 0 at committed length `len` is: sink pages, up to budget_pages chosen pages, and the pages of the
-    last `window` tokens, the open page (that of position `len`) included.
+    last `window` tokens, the open page (that of position `len`) included. Where `len` is below `whole`, all pages are
+    chosen.
     """
 
     page_size: int
     budget_pages: int
     sink_pages: int
     window: int  # tokens, at least 1: the open page is always forced
+    whole: int = 0  # tokens
 
     @classmethod
     def from_tokens(
-        cls, page_size: int, budget: int, sinks: int, window: int, max_pages: int | None = None
+        cls, page_size: int, budget: int, sinks: int, window: int, max_pages: int | None = None, whole: int = 0
     ) -> SelectionShape:
         """max_pages: most that a request can own. What is said beyond it selects nothing more and would cost memory."""
         if max_pages is not None:
-            budget, sinks, window = (min(tokens, max_pages * page_size) for tokens in (budget, sinks, window))
-        return cls(page_size, budget // page_size, -(-sinks // page_size), max(window, 1))
+            most = max_pages * page_size
+            budget, sinks, window, whole = (min(tokens, most) for tokens in (budget, sinks, window, whole))
+        return cls(page_size, budget // page_size, -(-sinks // page_size), max(window, 1), whole)
 
     @property
     def window_pages(self) -> int:
@@ -94,9 +97,19 @@ class SelectionShape:
         return self.sink_pages + self.window_pages
 
     @property
+    def scored_width(self) -> int:
+        """Pages in a selection whose scores decide."""
+        return self.budget_pages + self.forced_pages
+
+    @property
+    def whole_pages(self) -> int:
+        """Pages of the longest context below `whole`, the open page included."""
+        return -(-self.whole // self.page_size)
+
+    @property
     def width(self) -> int:
         """Pages in the largest selection."""
-        return self.budget_pages + self.forced_pages
+        return max(self.scored_width, self.whole_pages)
 
     def prefetch_pages(self, share: float) -> int:
         """Pages that `share` of the budget is, rounded up."""
@@ -104,12 +117,12 @@ class SelectionShape:
 
     def most_alone(self, slots: int) -> int:
         """Most requests for which one row with scores is held ready: contexts of two selections each still fit."""
-        return slots // (2 * self.width)
+        return slots // (2 * self.scored_width)
 
     def takes_every_page(self, length: int) -> bool:
         """Whether contexts of up to so many committed tokens are selected whole, whatever the scores."""
         closed = max(0, length + 1 - self.window) // self.page_size
-        return closed - min(closed, self.sink_pages) <= self.budget_pages
+        return length < self.whole or closed - min(closed, self.sink_pages) <= self.budget_pages
 
     def candidate_bounds(self, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logical pages [lo, hi) that compete for the budget when the query sits at position `length`.

@@ -161,8 +161,20 @@ def slot_bytes(geometry: Geometry, config: SparseKVConfig) -> int:
 
 def selection_shape(geometry: Geometry, config: SparseKVConfig) -> SelectionShape:
     return SelectionShape.from_tokens(
-        geometry.page_size, config.budget, config.sinks, config.window, geometry.max_pages
+        geometry.page_size,
+        config.budget,
+        config.sinks,
+        config.window,
+        geometry.max_pages,
+        config.whole_at(config.budget),
     )
+
+
+def largest(config: SparseKVConfig, shape: SelectionShape) -> str:
+    """The setting that makes a selection as large as it is, and its value. A lower budget lowers "auto", too."""
+    if config.whole != "auto" and shape.whole_pages > shape.scored_width:
+        return f"whole in --sparse-kv-config ({config.whole})"
+    return f"--sparse-kv-budget ({config.budget})"
 
 
 def num_buffers(geometry: Geometry, config: SparseKVConfig) -> int:
@@ -210,7 +222,7 @@ def plan(
             more = "use a larger GPU, raise --mem-fraction-static, lower --sparse-kv-host-memory"
         raise ValueError(
             f"the page cache of {cache_bytes / 1e9:.3f} GB has {slots} slots per layer and kv head, one request needs "
-            f"{needed}; {more} or lower --sparse-kv-budget ({config.budget})"
+            f"{needed}; {more} or lower {largest(config, shape)}"
         )
     # More slots than the host has pages would never be used.
     slots = min(slots, max(needed_slots(running, shape, geometry.max_pages, headroom), host_pages))

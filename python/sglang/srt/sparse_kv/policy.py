@@ -23,12 +23,14 @@ class Policy:
     """Run-time policy. Nothing below `hysteresis` changes a token but the transfer "oracle" and what is for sabotage:
     the names from `shuffle_predictions` on.
 
-    budget: tokens, at most the started one, counted in whole pages. residency: as in the configuration. cache_slots:
+    budget: tokens, at most the started one, counted in whole pages. whole: tokens, at most the started ones; where the
+    budget alone is switched, what a server of that budget starts with. residency: as in the configuration. cache_slots:
     usable slots per layer and kv head, 0 for all that were allocated. rows: as configured. skip_scores: compute
     none where one row is enough and every page is selected.
     """
 
     budget: int
+    whole: int = 0
     hysteresis: float = 0.0
     guide: str = "chain"
     guide_attends: str = "selected"
@@ -53,6 +55,7 @@ class Policy:
     def from_config(cls, config: SparseKVConfig) -> Policy:
         return cls(
             budget=config.budget,
+            whole=config.whole_at(config.budget),
             hysteresis=config.hysteresis,
             guide=config.guide if config.most_rows == 2 else "chain",
             guide_attends=config.guide_attends,
@@ -78,6 +81,13 @@ class Policy:
             raise ValueError(
                 "sparse_kv policy landing is 1, and this server was started without places to land; restart it with "
                 "landing true"
+            )
+        if "budget" in update and "whole" not in update:
+            new.whole = started.whole_at(new.budget)
+        if not 0 <= new.whole <= started.whole_at(started.budget):
+            raise ValueError(
+                f"sparse_kv policy whole must be from 0 to the {started.whole_at(started.budget)} tokens of the start, "
+                f"got {new.whole}"
             )
         if new.rows == 2 and started.most_rows == 1:
             raise ValueError(
@@ -105,7 +115,7 @@ class Policy:
             if value not in (0, 1):
                 raise ValueError(f"sparse_kv policy {key} takes 0 or 1, got {value!r}")
             value = bool(value)
-        elif key in ("budget", "cache_slots", "seed"):
+        elif key in ("budget", "whole", "cache_slots", "seed"):
             if not number or value != value // 1:
                 raise ValueError(f"sparse_kv policy {key} takes a whole number, got {value!r}")
             value = int(value)

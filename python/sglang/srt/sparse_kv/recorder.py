@@ -30,15 +30,20 @@ class Recorder:
         self._constants = {"page_size": page_size, "unit_bytes": unit_bytes}
 
     def layer(self, step: DecodeStep, shape: SelectionShape, pages: torch.Tensor, predicted: torch.Tensor) -> None:
-        """Remembers one layer's sets: pages int32 [N, H, C] physical, row 0's; predicted int32 [N, H, K] logical."""
+        """Remembers one layer's sets: pages int32 [N, H, C] physical, row 0's; predicted int32 [N, H, K] logical.
+
+        Of contexts that are selected whole, row 0's may be more than K; then predictions are padded.
+        """
         if pages.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("selections are recorded step by step, which a CUDA graph skips; --disable-cuda-graph")
+        wider = max(0, shape.whole_pages - predicted.shape[2])
+        predicted = torch.nn.functional.pad(predicted, (0, wider), value=NONE)
         chosen = torch.full_like(predicted, NONE)
         for i, length in enumerate(step.length.tolist()):
             table, order = step.table[i, : length // shape.page_size + 1].sort()
             logical = order[torch.searchsorted(table, pages[i].clamp(min=0)).clamp(max=len(order) - 1)]  # [H, C]
             candidate = (pages[i] >= 0) & (logical >= step.lo[i, 0]) & (logical < step.hi[i, 0])
-            # Candidates first, in order; the budget is a bound on how many there are.
+            # Candidates first, in order; there are no more than the budget or, of a whole context, its pages.
             ranked = torch.where(candidate, logical, torch.iinfo(torch.int64).max).sort(-1).values
             ranked = torch.where(ranked < len(order), ranked, NONE)[:, : chosen.shape[2]]
             chosen[i, :, : ranked.shape[1]] = ranked.to(torch.int32)

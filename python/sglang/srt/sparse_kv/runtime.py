@@ -28,6 +28,7 @@ POISON = 3.0e4
 # Policy that decides what is launched, so that captured graphs fix it.
 CAPTURED = (
     "budget",
+    "whole",
     "guide_attends",
     "residency",
     "shuffle_predictions",
@@ -185,7 +186,7 @@ class SparseKVRuntime:
         new = self.policy.changed(update, self.config, self.geometry.page_size)
         geometry, started = self.geometry, self.config
         shape = SelectionShape.from_tokens(
-            geometry.page_size, new.budget, started.sinks, started.window, geometry.max_pages
+            geometry.page_size, new.budget, started.sinks, started.window, geometry.max_pages, new.whole
         )
         least = min(shape.width, geometry.max_pages)
         if new.cache_slots and not least <= new.cache_slots <= self.plan.slots:

@@ -67,7 +67,7 @@ def fitting_host(config: SparseKVConfig, geometry: Geometry, given: Given) -> in
         raise ValueError(
             f"the page cache of one request and the scratch of the kernels take {(least + cache) / 1e9:.2f} GB of "
             f"device memory and {given.free / 1e9:.2f} GB are free; use a larger GPU, raise --mem-fraction-static or "
-            f"lower --sparse-kv-budget ({config.budget})"
+            f"lower {planner.largest(config, shape)}"
         )
     return min(given.host, pages * geometry.page_bytes)
 

@@ -2,8 +2,8 @@
 
 Two rows a request pay where pages come and go: row 1 says what to fetch. Once every page of every running request fits
 the page cache, misses die out by themselves: a page that was needed stays, since nothing but pages of these requests is
-still wanted. Then one row does. And where contexts are within the budget, sinks and window, all pages are selected
-whatever their scores, so that none need be computed.
+still wanted. Then one row does. And where contexts are within the budget, sinks and window, or shorter than `whole`,
+all pages are selected whatever their scores, so that none need be computed.
 
 A choice costs time or saves it; the tokens are the same.
 """

@@ -212,7 +212,7 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
     args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)
     args.pages, args.num_pages, args.predicted = pointer(pages), pointer(num_pages), pointer(predicted)
     args.page_size, args.sinks, args.window = shape.page_size, shape.sink_pages, shape.window
-    args.budget, args.width = budget_pages, shape.width
+    args.budget, args.whole, args.width = budget_pages, shape.whole, shape.width
     launch("select", device, args)
     return Selection(pages, num_pages, predicted if keep is None else None)
 

@@ -4,8 +4,8 @@ Scores of neighbouring pages lie close, and at the border of the budget pages wo
 time over the link, for hardly any attention. Schmitt's trigger, for pages.
 
 What a request selects then depends on its own steps since its prefill, and still on nothing else: not on its guide,
-its neighbours, what is resident or what moves when. Where all candidates fit the budget nothing is remembered, so that
-steps without scores, which select everything, may come between.
+its neighbours, what is resident or what moves when. Where all candidates are selected nothing is remembered, so that
+steps without scores, which select everything, may come between; the first step whose scores decide favours none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Last:
         return scores
 
     def remember(self, chosen: torch.Tensor, competed: torch.Tensor, length: torch.Tensor, sink_pages: int) -> None:
-        """chosen int32 [N, H, K] logical pages of row 0; competed bool [N]: of more candidates than K."""
+        """chosen int32 [N, H, K] logical pages of row 0; competed bool [N]: not of all candidates."""
         chosen, owner, length = chosen[competed], self.owner[competed].long(), length[competed].long()
         n, heads, _ = chosen.shape
         bits = torch.zeros((n, heads, self.bits.shape[3] * WORD), dtype=torch.int64, device=chosen.device)

@@ -137,6 +137,18 @@ def assemble(chosen: torch.Tensor, length: torch.Tensor, sink_pages: int, window
     return pages, (pages[:, 0] >= 0).sum(-1, dtype=torch.int32)
 
 
+def take_whole(chosen: torch.Tensor, whole: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """What is chosen where some requests take all candidates.
+
+    chosen int32 [N, H, K] logical; whole bool [N]: those requests; candidates bool [N, 1 or H, MP].
+    Returns int32 [N, H, K + MP], NONE in between.
+    """
+    whole = whole[:, None, None]
+    pages = torch.arange(candidates.shape[2], dtype=torch.int32, device=chosen.device)
+    every = torch.where(whole & candidates, pages, NONE).expand(-1, chosen.shape[1], -1)
+    return torch.cat([torch.where(whole, NONE, chosen), every], 2)
+
+
 @dataclass
 class Selection:
     pages: torch.Tensor  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
@@ -150,15 +162,20 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
 
     keep: (int32 [rows, H, >= K], int64 [N]) takes each request's prediction into its row; rows of padded requests may
     repeat. last: what the request's step before selected, which counts for more, and which this selection replaces.
+    A request shorter than shape.whole selects all of its candidates; predictions hold the best K all the same.
     """
+    whole = active & (length < shape.whole)
     if last is not None:
         scores = last.favoured(scores, length, shape.sink_pages)
     best = top_pages(scores, budget_pages)  # [N, R, H, K]
     best = torch.where(active[:, None, None, None], best, NONE)
     if last is not None:
-        competed = active & ((scores[:, 0, 0] > float("-inf")).sum(-1) > budget_pages)
+        competed = active & ~whole & ((scores[:, 0, 0] > float("-inf")).sum(-1) > budget_pages)
         last.remember(best[:, 0], competed, length, shape.sink_pages)
-    logical, num_pages = assemble(best[:, 0], length, shape.sink_pages, shape.window, shape.page_size, shape.width)
+    chosen = best[:, 0]
+    if shape.whole:
+        chosen = take_whole(chosen, whole, scores[:, 0] > float("-inf"))
+    logical, num_pages = assemble(chosen, length, shape.sink_pages, shape.window, shape.page_size, shape.width)
     logical = torch.where(active[:, None, None], logical, NONE)
     if keep is not None:
         keep[0][keep[1], :, :budget_pages] = best[:, -1]
@@ -177,6 +194,10 @@ def own_slots(view: LayerView, chosen: torch.Tensor, table: torch.Tensor, length
     stamped, claimed or fetched.
     """
     chosen = chosen[..., : shape.budget_pages]
+    if shape.whole:
+        lo, hi = (bound[:, None, None] for bound in shape.candidate_bounds(length + 1))
+        pages = torch.arange(table.shape[1], device=table.device)
+        chosen = take_whole(chosen, length + 1 < shape.whole, (pages >= lo) & (pages < hi))
     logical, _ = assemble(chosen, length + 1, shape.sink_pages, shape.window, shape.page_size, shape.width)
     begun = logical <= (length // shape.page_size)[:, None, None]  # row 1's own page may be yet to begin
     return _slots_of(view, lookup(table, torch.where(begun, logical, NONE)))
