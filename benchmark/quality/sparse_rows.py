@@ -67,7 +67,7 @@ class Selecting:
     reduce: how the query heads of a kv head agree: the best of them ("max"), "sum", or one choice for all heads of a
     layer ("shared"). normalise: each query head's estimates by their own sum ("candidates"), or by the exact attention
     to everything in sight ("all": a bound, since no page summary knows it). hysteresis: what a page that the row before
-    chose is better by, nats.
+    chose is better by, nats. whole: a row with fewer tokens before its own attends to all pages.
     """
 
     score: Score
@@ -78,6 +78,7 @@ class Selecting:
     reduce: str = "max"
     normalise: str = "candidates"
     hysteresis: float = 0.0
+    whole: int = 0
 
 
 RECENT = "recent"  # no score: the budget widens the window, as in systems that keep sinks and window alone
@@ -152,18 +153,22 @@ def select(q, keys, logits, position, how: Selecting) -> torch.Tensor:
     if how.reduce == "shared":
         best = best.amax(0, keepdim=True).expand(heads, -1, -1)
     chosen = torch.zeros((heads, len(position), len(pages)), dtype=torch.bool, device=q.device)
-    chosen[..., :closed] = choose(best, min(how.budget // page, closed), how.hysteresis)
-    return (chosen & (pages < first_window[:, None])) | forced
+    whole = position < how.whole  # [R]
+    chosen[..., :closed] = choose(best, min(how.budget // page, closed), how.hysteresis, whole)
+    return ((chosen | whole[:, None]) & (pages < first_window[:, None])) | forced
 
 
-def choose(best: torch.Tensor, budget: int, hysteresis: float) -> torch.Tensor:
+def choose(best: torch.Tensor, budget: int, hysteresis: float, whole: torch.Tensor | None = None) -> torch.Tensor:
     """The `budget` best pages of each row, bool [H, R, pages]. best: float32 [H, R, pages], -inf where there is none.
 
-    With hysteresis, row after row: the choice of the one before, had it one, counts for more.
+    With hysteresis, row after row: the choice of the one before, had it one, counts for more. whole: bool [R], rows
+    that take every page and so have none.
     """
     if not hysteresis:
         return torch.zeros_like(best, dtype=torch.bool).scatter_(2, best.topk(budget, dim=-1).indices, True)
     competed = (best > float("-inf")).sum(-1, keepdim=True) > budget  # [H, R, 1]
+    if whole is not None:
+        competed &= ~whole[:, None]
     before, rows = torch.zeros_like(best[:, 0], dtype=torch.bool), []
     for row, fought in zip(best.unbind(1), competed.unbind(1), strict=True):
         scores = torch.where(before, row + hysteresis, row)

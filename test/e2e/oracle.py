@@ -1,7 +1,8 @@
 """What sparse decoding means, said once more on top of transformers: no pages, no cache, no host, no guide.
 
 Prefill attends to everything. A decode step attends, per layer and kv head, to the sinks, to the recent window with the
-open page, and to the budget's best of the closed pages between. A page's weight for a query is the sum of exponentials
+open page, and to the budget's best of the closed pages between, to all of them in a step that has fewer than `whole`
+tokens before its own. A page's weight for a query is the sum of exponentials
 over four keys, each a mean of a quarter of its own, in which those that stand out count for more, rounded to fifteen
 steps; the best have the largest share of all such weights, for any query head of the group. A page that was among the
 best a step ago, where not all were, counts for e times as much.
@@ -16,11 +17,18 @@ class Oracle:
     """Greedy sparse decoding with the model at `path`, in float32. budget, sinks and window in tokens."""
 
     def __init__(
-        self, path: str, budget: int, page: int = 16, sinks: int = 16, window: int = 64, hysteresis: float = 2.0
+        self,
+        path: str,
+        budget: int,
+        page: int = 16,
+        sinks: int = 16,
+        window: int = 64,
+        hysteresis: float = 2.0,
+        whole: int = 0,
     ):
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
-        self.page, self.window, self.hysteresis = page, window, hysteresis
+        self.page, self.window, self.hysteresis, self.whole = page, window, hysteresis, whole
         self.best: dict[tuple[int, int], set[int]] = {}  # of each layer and head a step ago
         self.budget_pages, self.sink_pages = budget // page, -(-sinks // page)
         AttentionInterface.register("sparse_oracle", self._attention)
@@ -63,7 +71,9 @@ class Oracle:
         first_recent = max(0, length - self.window) // page
         chosen = set(range(min(self.sink_pages, first_recent))) | set(range(first_recent, -(-length // page)))
         between = range(self.sink_pages, first_recent)
-        if len(between):
+        if length <= self.whole:  # the own token among them
+            chosen.update(between)
+        elif len(between):
             means = torch.stack([keys[number * page : (number + 1) * page] for number in between])
             means = self._rounded(self._weighted(means.unflatten(1, (4, page // 4))))  # [pages, 4, D]
             weights = torch.einsum("gd,pkd->gpk", query, means).logsumexp(-1)

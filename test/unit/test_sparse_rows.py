@@ -83,15 +83,16 @@ def test_gauss_is_exact_to_second_order():
     assert not torch.allclose(mean(q, keys), expected, rtol=0, atol=5e-4)
 
 
+@pytest.mark.parametrize("whole", [0, 140, 200])
 @pytest.mark.parametrize(("sinks", "window"), [(8, 1), (16, 20), (1, 64)])
-def test_the_study_selects_what_the_product_selects(sinks, window):
+def test_the_study_selects_what_the_product_selects(sinks, window, whole):
     heads, group, dim, page, total, rows = 2, 3, 8, 8, 152, 24
     rand = torch.Generator().manual_seed(window)
     keys, q = torch.randn(heads, total, dim, generator=rand), torch.randn(heads, group, rows, dim, generator=rand)
     position = torch.arange(total - rows, total)
-    how = Selecting(landmark, 40, page, sinks, window)
+    how = Selecting(landmark, 40, page, sinks, window, whole=whole)
     found = select(q, keys, torch.zeros(()), position, how)  # [H, R, NP]
-    shape = SelectionShape.from_tokens(page, 40, sinks, window)
+    shape = SelectionShape.from_tokens(page, 40, sinks, window, whole=whole)
     lo, hi = shape.candidate_bounds(position[:, None])
     landmarks = make(keys.unflatten(1, (-1, page)).transpose(0, 1))  # of [NP, H] units
     table = torch.arange(total // page, dtype=torch.int32).expand(rows, -1)
@@ -107,8 +108,9 @@ def test_the_study_selects_what_the_product_selects(sinks, window):
             )
 
 
-def test_the_study_chooses_with_hysteresis_as_the_product_does():
-    """Rows of the study are steps of one request, from where all candidates fit the budget on."""
+@pytest.mark.parametrize("first_scored", [0, 11])
+def test_the_study_chooses_with_hysteresis_as_the_product_does(first_scored):
+    """Rows of the study are steps of one request, from where all candidates fit the budget on, or are taken anyhow."""
     heads, pages, budget, rows = 2, 40, 12, 30
     rand = torch.Generator().manual_seed(5)
     shape = SelectionShape.from_tokens(8, budget * 8, 16, 8)
@@ -117,13 +119,13 @@ def test_the_study_chooses_with_hysteresis_as_the_product_does():
     index = torch.arange(pages)
     inside = (index >= lo[:, None]) & (index < hi[:, None])  # [R, pages]
     best = torch.where(inside, torch.randn(heads, rows, pages, generator=rand), float("-inf"))
-    found = choose(best, budget, 1.0) & inside
+    found = choose(best, budget, 1.0, torch.arange(rows) < first_scored) & inside
     last = Last(torch.zeros((1, 2, heads, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.ones(1))
     odd = torch.arange(rows)  # steps of one token: their parity tells which half of the memory is read
     for row in range(rows):
         scores = last.favoured(best[None, None, :, row], odd[row : row + 1], shape.sink_pages)
         expected = reference.top_pages(scores, budget)[0, 0]
-        competed = torch.tensor([bool(inside[row].sum() > budget)])
+        competed = torch.tensor([bool(inside[row].sum() > budget) and row >= first_scored])
         last.remember(expected[None], competed, odd[row : row + 1], shape.sink_pages)
         for head in range(heads):
             assert set(found[head, row].nonzero()[:, 0].tolist()) == set(expected[head].tolist()) - {reference.NONE}
