@@ -61,20 +61,22 @@ def main(words: list[str] | None = None) -> int:
 def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the traffic and returns what was seen; `complaints` is empty when all is well."""
     logged = options.log.stat().st_size if options.log else 0
-    plan = server.state(url)["sparse_kv"]["plan"]
+    asked = server.info(url)
+    plan, incremental = asked["internal_states"][0]["sparse_kv"]["plan"], asked["incremental_streaming_output"]
     longest = options.longest or min(plan["host_tokens"], plan["max_context"]) // 8
     # Documents first, in the same order for every seed: they are what requests share.
     files = Corpus().files[:40]
     text = "\n".join(path.read_text(errors="replace") for path in files)
     probes = {text[i * 5000 : i * 5000 + longest * CHARACTERS // 3]: [] for i in range(1, 4)}
     tally = Tally()
-    first = Client(url, text, longest, probes, tally, options.seed, (), options.patience)
+    first = Client(url, text, longest, probes, tally, options.seed, (), options.patience, incremental)
     for prompt in probes:
         probes[prompt] = first.ask_probe(prompt)
     watch = Watch(url, options.period)
     known = {} if options.inexact else probes
     seeds = [random.Random(f"{options.seed} {number}").getrandbits(32) for number in range(options.clients)]
-    clients = [Client(url, text, longest, known, tally, seed, options.without, options.patience) for seed in seeds]
+    more = (options.without, options.patience, incremental)
+    clients = [Client(url, text, longest, known, tally, seed, *more) for seed in seeds]
     start = time.monotonic()
     threads = [threading.Thread(target=client.run, args=(start + options.seconds,)) for client in clients]
     for thread in threads:

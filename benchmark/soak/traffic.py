@@ -57,6 +57,7 @@ class Client:
         longest: tokens of the longest prompt.
         without: names of kinds that are left out.
         patience: seconds without a word after which a request counts as hanging.
+        incremental: each piece of a stream holds what is new, instead of all so far.
         probes: prompts with the token ids that they give alone; none where batches round differently.
     """
 
@@ -70,9 +71,10 @@ class Client:
         seed: int,
         without: Sequence[str] = (),
         patience: float = 300,
+        incremental: bool = False,
     ):
         self.url, self.text, self.longest, self.probes, self.tally = url, text, longest, probes, tally
-        self.without, self.patience = without, patience
+        self.without, self.patience, self.incremental = without, patience, incremental
         self.draw, self.seed = random.Random(seed), seed
         self.http = requests.Session()
         self._tokens = self._number = 0
@@ -131,12 +133,15 @@ class Client:
     def follow(self) -> None:
         """A stream that is read to its end."""
         last: dict[str, Any] = {}
-        for reply in self._stream(self._document() + self._cut(40), self._few()):
+        tokens = self._few()
+        for reply in self._stream(self._document() + self._cut(40), tokens):
             if not reply["text"].startswith(last.get("text", "")):
                 raise Failed("a stream took back what it had said")
             last = reply
         if not last or last["meta_info"]["finish_reason"] is None:
             raise Failed("a stream ended without an end")
+        if last["meta_info"]["completion_tokens"] != tokens:
+            raise Failed(f"a stream of {tokens} tokens had {last['meta_info']['completion_tokens']}")
 
     def hang_up(self) -> None:
         """The connection is closed before the first token or after some."""
@@ -224,6 +229,7 @@ class Client:
         with requests.post(f"{self.url}/generate", json=body, timeout=self.patience, stream=True) as reply:
             if not reply.ok:
                 raise Failed(f"a stream answered {reply.status_code}: {reply.text[:200]}")
+            said = ""
             for line in reply.iter_lines():
                 if line.startswith(b"data:") and b"[DONE]" not in line:
                     found = json.loads(line[len(b"data:") :])
@@ -231,6 +237,7 @@ class Client:
                         raise Failed(f"a stream said {found}")
                     if "text" in found:
                         self._tokens += 1
+                        said = found["text"] = said + found["text"] if self.incremental else found["text"]
                         yield found
 
     def _abort(self, rid: str) -> None:
