@@ -21,6 +21,8 @@ _MIN_BYTES, _MAX_BYTES = 2_000, 400_000
 class Tokenizer(Protocol):
     def encode(self, text: str, /, **kwargs) -> list[int]: ...
 
+    def decode(self, ids: list[int], /) -> str: ...
+
 
 class Corpus:
     """Text files of one folder, in an order that only ``seed`` decides.
@@ -76,7 +78,27 @@ class Corpus:
         return prompts
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+class _Plain:
+    """A tokenizer by its own library: transformers takes half a minute to import on a busy machine."""
+
+    def __init__(self, file: Path):
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(file))
+
+    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], /) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def plain_tokenizer(folder: str | Path) -> Tokenizer:
+    """Text to ids and back, and nothing else."""
+    return _Plain(Path(folder) / "tokenizer.json")
+
+
+def load_tokenizer(folder: str | Path):
     """The tokenizer of a model directory, without warnings about texts longer than the model's context."""
     from transformers import AutoTokenizer
 

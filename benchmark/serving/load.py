@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import chart
-from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.corpus import Corpus, plain_tokenizer
 from benchmark.serving import options, server
 from benchmark.serving.record import difference, facts
 from benchmark.serving.workloads import NAMES, Workload
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         if not todo:
             continue
         try:
-            fixed = fixed or load.arguments(load_tokenizer(chosen.model), chosen.logs, corpus)
+            fixed = fixed or load.arguments(plain_tokenizer(chosen.model), chosen.logs, corpus)
             if chosen.url:
                 cells = [measure(chosen.url, variant, load, rate, chosen, fixed) for rate in todo]
                 data["cells"] += [{**cell, "run": len(data["runs"]) - 1} for cell in cells]

@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.corpus import Corpus, plain_tokenizer
 from benchmark.serving import options, policies, record, server
 from benchmark.serving.client import first_tokens
 
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     chosen.context = chosen.context or max(chosen.lengths) + NEW_TOKENS + 16
-    tokenizer = load_tokenizer(chosen.model)
+    tokenizer = plain_tokenizer(chosen.model)
     prompts = {length: corpus.prompts(tokenizer, max(GROUP, REPEATS + 1), length) for length in chosen.lengths}
     report: dict[str, Any] = {
         "benchmark": "prefill",

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.corpus import Corpus, load_tokenizer
+from benchmark.corpus import Corpus, plain_tokenizer
 from benchmark.serving import options, policies, server
 from benchmark.serving.client import first_tokens, run_streams, window_of
 from benchmark.serving.record import Record, difference
@@ -152,7 +152,7 @@ class Benchmark:
             server.flush(url)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        self._tokenizer = self._tokenizer or load_tokenizer(self.options.model)
+        self._tokenizer = self._tokenizer or plain_tokenizer(self.options.model)
         return self.corpus.prompts(self._tokenizer, count, length)
 
     # ------------------------------------------------------------------ one server

@@ -100,7 +100,7 @@ def state(steps: int, cache: int) -> dict:
 def scripted(monkeypatch):
     states = iter([state(1, 100), state(5, 100), state(5, 4000), state(9, 4000)] * 2)
     monkeypatch.setattr(load.server, "state", lambda url: next(states))
-    monkeypatch.setattr(load, "load_tokenizer", lambda folder: Letters())
+    monkeypatch.setattr(load, "plain_tokenizer", lambda folder: Letters())
     sent = []
 
     def send(url, workload, rate, chosen, fixed):

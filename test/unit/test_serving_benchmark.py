@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmark import corpus
 from benchmark.serving import options, policies, prefill, run, server, table
 from benchmark.serving.client import Trace, run_streams, window_of
 from benchmark.serving.record import Record, difference
@@ -147,7 +148,7 @@ def measure(fake, tmp_path, monkeypatch, *arguments):
     texts = tmp_path / "texts"
     texts.mkdir(exist_ok=True)
     (texts / "a.txt").write_text("some words and more words " * 30)
-    monkeypatch.setattr(run, "load_tokenizer", lambda model: Words())
+    monkeypatch.setattr(run, "plain_tokenizer", lambda model: Words())
     given = ["--model", "m", "--output", str(tmp_path / "result.json"), "--text", str(texts), "--url", fake.url]
     given += ["--variants", "sparse", "--lengths", "64", "--tokens", "60", "--warmup", "4", "--device", "cpu"]
     status = run.main([*given, *arguments])
@@ -350,3 +351,14 @@ def test_every_policy_of_the_table_resolves():
     assert policies.resolve("prefetch=0,transfer=oracle") == {"prefetch": 0.0, "transfer": "oracle"}
     with pytest.raises(ValueError, match="is no policy"):
         policies.resolve("fast")
+
+
+def test_the_tokenizer_is_that_of_transformers(demo_model):
+    from transformers import AutoTokenizer
+
+    ours, theirs = corpus.plain_tokenizer(demo_model), AutoTokenizer.from_pretrained(demo_model)
+    text = "def f(x):\n\treturn 12345 + x  # naïve? <|im_start|> 漢字\n"
+    for special in (False, True):
+        assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
+    ids = ours.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids)
