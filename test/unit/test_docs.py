@@ -239,6 +239,7 @@ EVIDENCE = (
     (r"python -m benchmark\.quality\.fidelity", _E2E + "benchmark.py::test_scores_are_compared"),
     (r"python -m benchmark\.serving\.(run|table)", _E2E + "benchmark.py::test_the_benchmark_measures_a_running_server"),
     (r"python -m benchmark\.serving\.prefill", _E2E + "benchmark.py::test_first_tokens_are_measured"),
+    (r"python -m benchmark\.serving\.suite", _UNIT + "suite.py::test_a_cpu_runs_the_small_suite"),
     (r"python -m benchmark\.serving\.load", _E2E + "benchmark.py::test_agents_arrive_at_random"),
     (r"python -m benchmark\.timeline --profile", _UNIT + "timeline.py::test_the_command_converts_a_profile"),
     (r"python -m benchmark\.timeline --url", _E2E + "recorded_steps.py::test_a_running_server_draws_its_steps"),
