@@ -12,6 +12,10 @@ import pytest
 import torch
 from sglang.srt.sparse_kv.ops import build, workspace
 
+# Processes side by side, each with as many threads as the machine has cores, are ten times slower than one thread each.
+if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
+
 EMULATOR = Path(__file__).parent / "emulator"
 CUDA_INCLUDES = ("/usr/local/cuda/include",)
 
