@@ -130,11 +130,11 @@ def test_a_cpu_runs_the_small_suite(demo_model, tmp_path):
     assert state["done"] == [f"{name} {variant}" for variant in ("sparse", "dense") for name in steps]
     cells = json.loads((tmp_path / "decode.json").read_text())["cells"]
     assert [(cell["variant"], cell["policy"], cell["batch"]) for cell in cells] == [
-        ("sparse", "default", "1"),
-        ("sparse", "default", "2"),
-        ("sparse", "on_demand", "2"),
-        ("dense", "default", "1"),
-        ("dense", "default", "2"),
+        ("sparse", "default", 1),
+        ("sparse", "default", 2),
+        ("sparse", "on_demand", 2),
+        ("dense", "default", 1),
+        ("dense", "default", 2),
     ]
     assert all(cell["tokens_per_second"] > 0 for cell in cells)
     assert {cell["variant"] for cell in json.loads((tmp_path / "shared.json").read_text())["cells"]} == {
