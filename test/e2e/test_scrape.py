@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import requests
+from kinds import DEMO
 from sglang.srt.sparse_kv import prometheus
 from sglang.srt.sparse_kv.request_info import AHEAD, GUIDE_HIT, KEYS, MISSED
 from texts import excerpt
@@ -42,6 +43,16 @@ def test_a_request_shows_at_metrics(sparse):
     own, theirs = after[prometheus.PREFIX + "cache_occupancy"][0][0], after["sglang:token_usage"][0][0]
     assert own == theirs, "our labels are SGLang's"
     assert 0 < total(after, "cache_occupancy") <= 1 and 0 < total(after, "host_pool_usage") <= 1
+
+
+def test_a_prefill_is_stored_once(sparse):
+    text = excerpt("code", 2000)
+    sparse.flush()
+    sparse.policy()
+    cold, again = sparse.ask_each([text, text], tokens=1)
+    assert again.cached_tokens > 512, "of two chunks"
+    tokens = cold.prompt_tokens + again.prompt_tokens - again.cached_tokens
+    assert sparse.counters()["bytes_stored"] == tokens * DEMO.page_bytes // DEMO.page_size
 
 
 def test_a_request_is_told_what_it_cost(sparse):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.cuda_graph_buffer_registry import build_eager_registry
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sparse_kv.attention import SparseKVAttnBackend
 from worker_rig import Rig, request, stand_in
 
@@ -15,11 +16,10 @@ class Prefills:
     """In place of `Prefill`: what was begun."""
 
     def __init__(self):
-        self.step, self.begun = None, []
+        self.begun = []
 
     def begin(self, table, req, prefix_lens, extend_lens, loc):
-        self.step = SimpleNamespace(loc=loc)
-        self.begun.append((req.tolist(), prefix_lens, extend_lens))
+        self.begun.append((req.tolist(), prefix_lens, extend_lens, loc.tolist()))
 
 
 @pytest.fixture
@@ -27,31 +27,56 @@ def backend():
     made = SparseKVAttnBackend.__new__(SparseKVAttnBackend)
     made.runtime = SimpleNamespace(policy=SimpleNamespace(poison=False))
     made.req_to_token_pool = SimpleNamespace(req_to_token=None)
-    made.prefill = Prefills()
+    made.prefill, made._begun = Prefills(), False
     return made
 
 
 def forward(loc):
-    return SimpleNamespace(
+    """A prefill of three tokens, in the buffers into which SGLang's runner copies every batch."""
+    batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=torch.zeros(3, dtype=torch.int64),
+        positions=torch.arange(32, 35),
         req_pool_indices=torch.tensor([4]),
+        seq_lens=torch.tensor([35]),
+        seq_lens_cpu=torch.tensor([35]),
+        seq_lens_sum=35,
+        out_cache_loc=loc,
         extend_prefix_lens_cpu=[32],
         extend_seq_lens_cpu=[3],
-        out_cache_loc=loc,
     )
+    buffers = build_eager_registry(device=torch.device("cpu"), max_bs=2, max_num_token=8, cache_loc_dtype=torch.int64)
+    size = {"padded_bs": 1, "padded_num_tokens": 3}
+    buffers.fill_from(batch, raw_bs=1, raw_num_tokens=3, pp_proxy_tensors=None, **size)
+    return buffers.extract_buffer(forward_batch_template=batch, **size)
+
+
+def begun(loc):
+    return [4], [32], [3], loc.tolist()
 
 
 def test_a_prefill_that_is_under_way_is_not_begun_again(backend):
-    loc = torch.arange(3)
+    first, second = torch.arange(3), torch.arange(3, 6)
+    for loc in (first, second):
+        backend.begin_prefill(torch.tensor([4]), [32], [3], loc)
+        backend.init_forward_metadata(forward(loc))
+    assert backend.prefill.begun == [begun(first), begun(second)]
+
+
+def test_one_whose_forward_never_came_does_not_stand_for_the_next(backend):
+    lost, loc = torch.arange(3), torch.arange(3, 6)
+    backend.begin_prefill(torch.tensor([4]), [32], [3], lost)
     backend.begin_prefill(torch.tensor([4]), [32], [3], loc)
     backend.init_forward_metadata(forward(loc))
-    assert backend.prefill.begun == [([4], [32], [3])]
+    assert backend.prefill.begun == [begun(lost), begun(loc)]
 
 
-def test_each_batch_is_begun_and_so_is_one_that_no_worker_announced(backend):
-    for loc in (torch.arange(3), torch.arange(3)):
+def test_one_that_no_worker_announced_is_begun(backend):
+    for loc in (torch.arange(3), torch.arange(3, 6)):
         backend.init_forward_metadata(forward(loc))
-    assert backend.prefill.begun == 2 * [([4], [32], [3])]
+        assert backend.prefill.begun[-1] == begun(loc)
+    assert len(backend.prefill.begun) == 2
 
 
 def test_the_worker_sends_the_prefix_on_its_way_before_anything_else(monkeypatch):

@@ -30,6 +30,7 @@ class SparseKVAttnBackend(AttentionBackend):
         self.allocator = model_runner.token_to_kv_pool_allocator
         self.runtime = pool.runtime
         self.prefill = Prefill(self.runtime)
+        self._begun = False  # a prefill whose forward is to come
         self.step: DecodeStep | None = None
 
     # ------------------------------------------------------------ once a forward
@@ -42,23 +43,25 @@ class SparseKVAttnBackend(AttentionBackend):
         if mode.is_target_verify():
             self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
-            self.begin_prefill(
-                forward_batch.req_pool_indices,
-                list(forward_batch.extend_prefix_lens_cpu),
-                list(forward_batch.extend_seq_lens_cpu),
-                forward_batch.out_cache_loc,
-            )
+            if not self._begun:
+                self.begin_prefill(
+                    forward_batch.req_pool_indices,
+                    list(forward_batch.extend_prefix_lens_cpu),
+                    list(forward_batch.extend_seq_lens_cpu),
+                    forward_batch.out_cache_loc,
+                )
+            self._begun = False
         elif not mode.is_idle():
             raise RuntimeError(f"forward mode {mode.name} is not part of sparse KV serving")
 
     def begin_prefill(
         self, req: torch.Tensor, prefix_lens: list[int], extend_lens: list[int], loc: torch.Tensor
     ) -> None:
-        """As `Prefill.begin`, once for a batch's loc. The worker calls it as soon as it has the batch: the prefix is on
-        its way while SGLang makes a forward of it.
+        """As `Prefill.begin`. The worker calls it as soon as it has the batch: the prefix is on its way while SGLang
+        makes a forward of it, in which nothing tells whose it is, since its tensors are copies.
         """
-        if self.prefill.step is None or self.prefill.step.loc is not loc:
-            self.prefill.begin(self.req_to_token_pool.req_to_token, req, prefix_lens, extend_lens, loc)
+        self.prefill.begin(self.req_to_token_pool.req_to_token, req, prefix_lens, extend_lens, loc)
+        self._begun = True
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         """A decode step's state and its first fetches; recorded into the CUDA graph, where lengths are the moment's."""
