@@ -96,8 +96,6 @@ def test_defaults_are_valid_and_match_the_manual():
         ({"prefetch_cap": float("inf")}, "prefetch_cap"),
         ({"guide": "oracle"}, "'chain', 'lookup', 'resync', 'none'"),
         ({"guide": None}, "guide"),
-        ({"prefetch": 1}, "true or false"),
-        ({"debug": "yes"}, "true or false"),
         ({"host_memory": "lots"}, "host_memory"),
         ({"cache_memory": 0}, "cache_memory"),
         ({"residency": "some"}, "residency"),
@@ -113,6 +111,14 @@ def test_values_out_of_range(values, word):
     with pytest.raises(ValueError) as error:
         SparseKVConfig.from_dict(values)
     assert word in refusal(error)
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SparseKVConfig) if isinstance(f.default, bool)])
+def test_true_or_false(name):
+    for value in (0, 1, 1.0, "false", None, []):
+        with pytest.raises(ValueError) as error:
+            SparseKVConfig.from_dict({name: value})
+        assert name in refusal(error) and "true or false" in refusal(error)
 
 
 def test_an_unknown_key_names_its_neighbour():

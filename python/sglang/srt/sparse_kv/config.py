@@ -227,9 +227,10 @@ class SparseKVConfig:
         if self.rows not in ROWS or isinstance(self.rows, (bool, float)):
             raise ValueError(f"rows is {shown(self.rows)}; use 'auto', 1 or 2.")
         _check_choice("guide_attends", self.guide_attends, ("selected", "own"))
-        for name in ("prefetch", "coupled_sampling", "debug"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give true or false.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{field.name} is {shown(value)}; give true or false.")
         for name in ("host_memory", "cache_memory"):
             size = getattr(self, name)
             if size != "auto":
