@@ -11,6 +11,7 @@ from sglang.srt.sparse_kv.gate import EARLY, LATE
 from sglang.srt.sparse_kv.ops.reference import COUNTERS
 from sglang.srt.sparse_kv.runtime import LONG_UNUSED
 from sglang.srt.sparse_kv.transfer import DelayedTransfer
+from sglang.srt.sparse_kv.variants import Variant
 from sparse_rig import Rig
 
 
@@ -99,6 +100,17 @@ def test_ring_buffers_serve_one_layer_at_a_time(ring, residency):
         assert count[layer]["prefetched"] > 0 and count[layer]["useful"] > 0 and count[layer]["wasted"] > 0
         # Only in the first step is nothing predicted yet; the forced pages, the open one among them, always come ahead.
         assert count[layer]["useful"] >= 9 * 2 * 2
+
+
+def test_ring_buffers_in_a_step_of_one_row_that_a_policy_chose():
+    rig = Rig(seed=1, layers=5, rows="auto", residency="none")
+    rig.start(1)
+    rig.extend({1: 200})
+    rig.runtime.apply_policy({"rows": 1, "skip_scores": 0})
+    rig.runtime.variant = Variant.ONE_ROW
+    for _ in range(3):
+        rig.decode([1])
+    assert all(count["prefetched"] == 0 < count["missed"] for count in counters(rig))
 
 
 def planned(rig: Rig, batch: list[int]) -> list[list[tuple[int, int]]]:

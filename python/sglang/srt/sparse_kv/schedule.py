@@ -86,7 +86,7 @@ class Schedule:
             # Here rather than when the next layer begins: what was fetched in vain is counted to the layer it was for.
             self.runtime.ops.clear(self.runtime.cache.views[layer])
             following = scoped.index(layer) + SCOPED_AHEAD
-            if following < len(scoped):
+            if following < len(scoped) and self.runtime.fetches_ahead:
                 self._begin_scoped(scoped[following], step)
 
     def end_step(self) -> None:
