@@ -28,8 +28,11 @@ SEED = 1
 def command(
     model: str, recording: Path, budget: int, requests_: int, config: dict[str, Any], more: list[str]
 ) -> list[str]:
-    """The command line of a recording server. config: more of --sparse-kv-config; more: other flags."""
-    settings = {"budget": budget, **config, "debug": True, "record": str(recording), "guide": "resync"}
+    """The command line of a recording server, on which scores decide at every length. config: more of
+    --sparse-kv-config; more: other flags.
+    """
+    ours = {"debug": True, "record": str(recording), "guide": "resync", "whole": 0}
+    settings = {"budget": budget, **config, **ours}
     flags = ["--max-running-requests", str(requests_), "--sparse-kv", "dualdecoder"]
     if "--device" not in more or "cuda" in more:
         flags.append("--disable-cuda-graph")
@@ -49,7 +52,7 @@ def record(url: str, contexts: list[list[int]], runs: Iterable[Run], tokens: int
     for ids in contexts:  # the prefix cache holds them from here on
         _generate(url, [ids], [{"temperature": 0, "max_new_tokens": 1}], ["prefill"])
     for run in runs:
-        policies.switch(url, GUIDES[run.guide], before)
+        policies.switch(url, f"{GUIDES[run.guide]},whole=0", before)
         names = [run.request(number) for number in range(len(contexts))]
         parameters = {"temperature": run.temperature, "max_new_tokens": tokens, "ignore_eos": True}
         # A seed of its own for each context: two that are alike may not draw alike.

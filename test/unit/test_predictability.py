@@ -11,14 +11,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.recorder import Recorder
 
 from benchmark.predictability import __main__ as study
-from benchmark.predictability import prompts, report, signals
+from benchmark.predictability import prompts, record, report, signals
 from benchmark.predictability.bursts import bursts, excess
 from benchmark.predictability.caches import WARM_UP, replay
 from benchmark.predictability.gates import opened
 from benchmark.predictability.recording import Run, Trace, load
+from benchmark.serving.policies import resolve
 
 LAYERS, HEADS, K, PAGES = 2, 2, 4, 24
 
@@ -214,6 +216,19 @@ def write(path: Path, run: Run, contexts: dict[int, Trace]) -> None:
         guesses = [token if t.right[step] else -5 for token, t in zip(drawn, contexts.values())]
         header = {"requests": [run.request(c) for c in contexts], "next": drawn, "guesses": guesses}
         recorder.commit({**header, "lengths": [int(t.lengths[step]) for t in contexts.values()]})
+
+
+def test_scores_decide_at_every_length_of_a_study(monkeypatch):
+    """Or its sets would be wider than the budget, whose pages are the unit of all it says."""
+    command = record.command("model", Path("steps"), 1664, 4, {"sinks": 32}, [])
+    config = SparseKVConfig.from_dict(json.loads(command[command.index("--sparse-kv-config") + 1]))
+    assert (config.budget, config.sinks, config.whole_at(1664)) == (1664, 32, 0)
+    policies = []  # of a server that runs already
+    monkeypatch.setattr(record.policies, "switch", lambda url, name, before: policies.append(resolve(name)))
+    monkeypatch.setattr(record, "_generate", lambda *them: None)
+    monkeypatch.setattr(record.server, "state", lambda url: {"sparse_kv": {"policy": {}, "guide_hits": 0, "guides": 0}})
+    record.record("url", [[1]], [Run(0.0, guide) for guide in record.GUIDES], 8, print)
+    assert len(policies) == len(record.GUIDES) and all(policy["whole"] == 0 for policy in policies)
 
 
 def test_a_folder_of_recordings_becomes_a_report(tmp_path, capsys):
