@@ -240,6 +240,13 @@ def test_too_many_requests_are_told():
     assert not any(reason.startswith("requests") for reason in few.reasons)
 
 
+@pytest.mark.parametrize("host", range(31, 38))
+def test_no_batch_is_smaller_for_what_short_contexts_select(host):
+    """A full host pool leaves 128 requests some 1850 to 2200 tokens each, and they wait for no link."""
+    plan = command.plan(options("llama-3.1-8b", "h200", host=f"{host}GB"))["plan"]
+    assert plan.max_running_requests == 128 and not any(reason.startswith("requests") for reason in plan.reasons)
+
+
 @pytest.mark.parametrize(("context", "most"), [(131072, 3), (32768, 64), (2100, 128), (400, 16)])
 def test_the_rows_that_are_told_are_those_that_run(context, most, capsys):
     given = options("llama-3.1-8b", "h200", gpu_memory="40GB", context=context, config='{"rows": "auto"}')

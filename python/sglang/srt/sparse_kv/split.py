@@ -270,7 +270,11 @@ def _advice(config: SparseKVConfig, geometry: Geometry, given: Given, requests: 
 
 
 def _judge(config: SparseKVConfig, geometry: Geometry, given: Given, requests: int, slots: int) -> float:
-    """What splits are compared by: the mean of the two miss curves, at contexts that fill the host pool."""
+    """What splits are compared by: the mean of the two miss curves, at contexts that fill the host pool.
+
+    Scores decide at any length: fewer requests would seem faster where their contexts, which are longer, are not whole.
+    """
+    config = dataclasses.replace(config, whole=0)
     context = _full_context(geometry, given, requests)
     return sum(speeds(config, geometry, given, requests, context, slots)) / 2
 
