@@ -82,17 +82,17 @@ def _rates(server: Server, temperature: float, **policy) -> dict[str, float]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("served", ["long"], indirect=True)
 def test_predictions_are_worth_what_was_measured(served: Server, temperature: float):
-    """Bounds around the measurements on this model: LRU alone misses 24 and 7 % at 1 and 2 times the budget, and a good
-    guide takes four fifths of the latter off the critical path. At once the budget there is no room to fetch ahead:
-    what a step has selected stays until the next has selected.
+    """Bounds around the measurements on this model: with the default hysteresis LRU alone misses 6 and 4 % at 1 and 2
+    times the budget, and a good guide takes five eighths of the latter off the critical path. At once the budget there
+    is no room to fetch ahead: what a step has selected stays until the next has selected.
     """
     alone_one = _rates(served, temperature, cache_slots=SELECTION + 2, prefetch=False)
     alone = _rates(served, temperature, cache_slots=2 * SELECTION, prefetch=False)
     guided = _rates(served, temperature, cache_slots=2 * SELECTION, prefetch_cap=1.0)
     print(f"T={temperature} alone, 1 and 2 times: {alone_one}, {alone}; with guide: {guided}")
     assert guided["sync"] > 0.65
-    assert 0.1 < alone_one["missed"] < 0.4
-    assert alone["missed"] < 0.6 * alone_one["missed"]
+    assert 0.04 < alone_one["missed"] < 0.1
+    assert alone["missed"] < 0.75 * alone_one["missed"]
     assert guided["missed"] < 0.45 * alone["missed"]
     assert guided["moved"] < 1.6 * alone["moved"]
 
