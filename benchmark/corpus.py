@@ -79,7 +79,7 @@ class Corpus:
 
 
 class _Plain:
-    """A tokenizer by its own library: transformers takes half a minute to import on a busy machine."""
+    """A tokenizer by its own library: importing transformers takes seconds, on a busy machine many."""
 
     def __init__(self, file: Path):
         from tokenizers import Tokenizer

@@ -163,6 +163,18 @@ def test_select_is_exact(engine, length, budget, global_scores, monkeypatch):
         assert torch.equal(got.predicted.cpu(), expected.predicted), name
 
 
+def select_as_reference(engine, q, landmarks, table, length, active, shape):
+    """The engine's selection, which is the reference's of the engine's own scores."""
+    lo, hi = bounds(shape, length, active, q.shape[1])
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
+    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    for name in ("pages", "num_pages", "predicted"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    return got
+
+
 @pytest.mark.parametrize("global_scores", [False, True])
 @pytest.mark.parametrize("group", [3, 4, 8])
 def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatch):
@@ -171,13 +183,7 @@ def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatc
     q, landmarks, table, length, active, shape = batch(
         7, engine.device, [9200, 8900], 1, 1, group, 64, torch.float16, 1, 128
     )
-    lo, hi = bounds(shape, length, active, 1)
-    to = lambda t: t.to(engine.device)  # noqa: E731
-    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
-    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
-    for name in ("pages", "num_pages", "predicted"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    select_as_reference(engine, q, landmarks, table, length, active, shape)
 
 
 @pytest.mark.parametrize("group", [3, 4, 8])
@@ -291,13 +297,7 @@ def test_all_of_more_pages_than_can_be_ranked(engine, rows, global_scores, monke
         11, engine.device, [4300, 4099, 4098], rows, 1, 4, 64, torch.float16, 1, 128
     )
     shape = dataclasses.replace(shape, whole=4100)
-    lo, hi = bounds(shape, length, active, rows)
-    to = lambda t: t.to(engine.device)  # noqa: E731
-    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
-    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
-    for name in ("pages", "num_pages", "predicted"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+    got = select_as_reference(engine, q, landmarks, table, length, active, shape)
     assert got.num_pages.tolist() == [128 + 16 + 64, 4100, 4099]
 
 
