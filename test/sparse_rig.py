@@ -183,14 +183,14 @@ class Rig:
             tokens = torch.tensor([t for c in pages for t in range(c * p, min((c + 1) * p, length + 1))])
             for row in range(queries.shape[0]):
                 if row == 1 and self.runtime.policy.guide_attends == "own":
-                    tokens = self._own_tokens(queries[1, h], keys[:, h], length, before[h])
+                    tokens = self._own_tokens(queries[1, h], keys[:, h], length, self.chosen[place][h])
                 ks, vs = keys[tokens, h], values[tokens, h]
                 if row == 1:
                     ks, vs = torch.cat([ks, k[1, h][None]]), torch.cat([vs, v[1, h][None]])
                 out[row, h] = torch.softmax(queries[row, h] @ ks.T * SCALE, -1) @ vs
         return out.view_as(q)
 
-    def _own_tokens(self, queries, keys, length: int, before: set[int]) -> torch.Tensor:
+    def _own_tokens(self, queries, keys, length: int, last: set[int]) -> torch.Tensor:
         """Positions that the next step would attend to with row 1's queries; all of them must be cached."""
         p, shape = self.geometry.page_size, self.runtime.shape
         first = max(0, length + 2 - shape.window) // p
@@ -199,7 +199,7 @@ class Rig:
         if candidates:
             logits = page_logits(queries, [keys[c * p : (c + 1) * p] for c in candidates])
             best = (logits - logits.logsumexp(-1, keepdim=True)).amax(0).tolist()
-            best = [s + self.config.hysteresis * (c in before) for s, c in zip(best, candidates)]
+            best = [s + self.config.hysteresis * (c in last) for s, c in zip(best, candidates)]
             order = sorted(range(len(candidates)), key=lambda i: (-best[i], i))
             chosen = [candidates[i] for i in order[: shape.budget_pages]]
         if length + 1 < shape.whole:

@@ -69,12 +69,13 @@ class LayerStep:
             )
             self.transfer.submit(0, lambda: cuda.gather(self.other, plan.fetch))
         scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
-        kept_by = (kept, self.rows)
-        chosen = cuda.select(
-            scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, kept_by, self.last
-        )
+        chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, last=self.last)
         self.transfer.join_branch()
+        with self.transfer.branch(first=False):
+            kept_by = (kept, self.rows)
+            cuda.predict(scores, self.length, self.active, SHAPE, SHAPE.budget_pages, kept_by, self.last)
         slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True)
+        self.transfer.join_branch()
         self.transfer.join_all()
         self.predicted[1:] = kept[1:]
         chosen.predicted = self.predicted

@@ -30,6 +30,15 @@ def batch(seed, device, lengths, rows, heads, group, dim, dtype, page_size, budg
     return q, landmarks, table.to(torch.int32), length, active, shape
 
 
+def both(ops, scores, table, length, active, shape, budget_pages, keep=None, last=None):
+    """What row 0 selects with what row 1 predicts, of scores of one or two rows."""
+    chosen = ops.select(scores, table, length, active, shape, budget_pages, keep, last)
+    rows = scores.shape[1]
+    if rows == 2:
+        chosen.predicted = ops.predict(scores, length, active, shape, budget_pages, keep, last)
+    return chosen
+
+
 def on(landmarks, engine):
     return Landmarks(*(t.to(engine.device) for t in landmarks))
 
@@ -76,8 +85,8 @@ def test_scores(engine, case, lengths):
     finite = ~expected.isinf()
     if finite.any():
         assert float((got[finite] - expected[finite]).abs().max()) < SCORE_TOLERANCE * 8
-    dense = cuda.select(to(got), to(table), to(length), to(active), shape, shape.budget_pages)
-    handle = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    dense = both(cuda, to(got), to(table), to(length), to(active), shape, shape.budget_pages)
+    handle = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages)
     for name in ("pages", "num_pages", "predicted"):
         assert torch.equal(getattr(dense, name), getattr(handle, name)), f"{name} differ between handle and tensor"
 
@@ -155,8 +164,8 @@ def test_select_is_exact(engine, length, budget, global_scores, monkeypatch):
         scores = scores.view(n, rows, heads, width)
         scores[..., 0, :] = values  # unshuffled: ties must go to the lower page
         scores = torch.where(inside[:, :, None, :], scores, float("-inf"))
-        expected = reference.select(scores, table, lengths, active, shape, shape.budget_pages)
-        got = cuda.select(to(scores), to(table), to(lengths), to(active), shape, shape.budget_pages)
+        expected = both(reference, scores, table, lengths, active, shape, shape.budget_pages)
+        got = both(cuda, to(scores), to(table), to(lengths), to(active), shape, shape.budget_pages)
         if name != "holes":  # there, heads differ in their number of pages, which the reference does not foresee
             assert torch.equal(got.num_pages.cpu(), expected.num_pages), name
             assert torch.equal(got.pages.cpu(), expected.pages), name
@@ -168,8 +177,8 @@ def select_as_reference(engine, q, landmarks, table, length, active, shape):
     lo, hi = bounds(shape, length, active, q.shape[1])
     to = lambda t: t.to(engine.device)  # noqa: E731
     scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    expected = reference.select(scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
-    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    expected = both(reference, scores.dense().cpu(), table, length, active, shape, shape.budget_pages)
+    got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages)
     for name in ("pages", "num_pages", "predicted"):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
     return got
@@ -206,16 +215,16 @@ def test_what_the_last_step_selected_counts_for_more(engine, group):
         q = q + 0.5 * torch.randn(q.shape, generator=random).to(q.dtype)
         scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
         dense = scores.dense().cpu()
-        plain = reference.select(dense, table, length, active, shape, shape.budget_pages)
-        expected = reference.select(dense, table, length, active, shape, shape.budget_pages, last=expected_last)
-        got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+        plain = both(reference, dense, table, length, active, shape, shape.budget_pages)
+        expected = both(reference, dense, table, length, active, shape, shape.budget_pages, last=expected_last)
+        got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
         for name in ("pages", "num_pages", "predicted"):
             assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), f"{name} in step {step}"
         assert torch.equal(last.bits.cpu(), expected_last.bits), step
         favoured += int((plain.pages != expected.pages).sum())
         length = length + active.long()
     with pytest.raises(ValueError, match="handle alone"):
-        cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+        both(cuda, to(dense), to(table), to(length), to(active), shape, shape.budget_pages, last=last)
     assert favoured > 0, "the last selection changed nothing"
     assert not store[:, ::2].any(), "another layer's was written"
 
@@ -231,10 +240,10 @@ def test_the_last_selection_beyond_registers(engine):
     expected_last = Last(bits.clone(), torch.tensor([1, 0]), torch.tensor([0.25]))
     last = Last(to(bits), to(torch.tensor([1, 0])), to(torch.tensor([0.25])))
     scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    expected = reference.select(
-        scores.dense().cpu(), table, length, active, shape, shape.budget_pages, last=expected_last
+    expected = both(
+        reference, scores.dense().cpu(), table, length, active, shape, shape.budget_pages, last=expected_last
     )
-    got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+    got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
     assert torch.equal(got.pages.cpu(), expected.pages)
     read = length % 2
     for i, row in enumerate((1, 0)):
@@ -264,11 +273,11 @@ def test_short_requests_select_all(engine, whole, rows):
         q = q + 0.5 * torch.randn(q.shape, generator=random).to(q.dtype)
         scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
         dense = scores.dense().cpu()
-        plain = reference.select(dense, table, length, active, shape, shape.budget_pages)
-        without = reference.select(dense, table, length, active, scored, scored.budget_pages, last=without_last)
-        found = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
-        expected = reference.select(dense, table, length, active, shape, shape.budget_pages, last=expected_last)
-        got = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
+        plain = both(reference, dense, table, length, active, shape, shape.budget_pages)
+        without = both(reference, dense, table, length, active, scored, scored.budget_pages, last=without_last)
+        found = both(cuda, to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
+        expected = both(reference, dense, table, length, active, shape, shape.budget_pages, last=expected_last)
+        got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
         for name in ("pages", "num_pages", "predicted"):
             assert torch.equal(getattr(found, name).cpu(), getattr(plain, name)), f"{name} of a tensor in step {step}"
             assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), f"{name} in step {step}"
@@ -309,8 +318,8 @@ def test_one_row(engine):
     lo, hi = bounds(shape, length, active, 1)
     to = lambda t: t.to(engine.device)  # noqa: E731
     dense = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1).dense().cpu()
-    expected = reference.select(dense, table, length, active, shape, shape.budget_pages)
-    got = cuda.select(to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
+    expected = both(reference, dense, table, length, active, shape, shape.budget_pages)
+    got = both(cuda, to(dense), to(table), to(length), to(active), shape, shape.budget_pages)
     assert torch.equal(got.pages.cpu(), expected.pages)
     assert torch.equal(got.predicted.cpu(), expected.predicted)
 
@@ -323,10 +332,10 @@ def test_predictions_go_to_rows_of_their_own(engine):
     lo, hi = bounds(shape, length, active, 2)
     to = lambda t: t.to(engine.device)  # noqa: E731
     scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    alone = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    alone = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages)
     store = torch.full((5, 3, 2, shape.budget_pages + 4), 7, dtype=torch.int32, device=engine.device)
     rows = torch.tensor([4, 1, 0], device=engine.device)
-    kept = cuda.select(scores, to(table), to(length), to(active), shape, shape.budget_pages, (store[:, 1], rows))
+    kept = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, (store[:, 1], rows))
     assert kept.predicted is None and torch.equal(kept.pages, alone.pages)
     assert torch.equal(store[rows, 1, :, : shape.budget_pages], alone.predicted)
     store[rows, 1, :, : shape.budget_pages] = 7

@@ -32,6 +32,17 @@ def step(last: Last, scores: torch.Tensor, length: torch.Tensor, active=None, sh
     return [[[p for p in row if p >= 0] for row in request] for request in found.pages.tolist()]
 
 
+def predictions(last: Last | None, scores: torch.Tensor, length: torch.Tensor, shape=SHAPE, pages=None) -> list:
+    """What row 1 names after `step`: logical pages by request and head, best rank first."""
+    lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(2))
+    index = torch.arange(PAGES)
+    inside = (index >= lo[..., None]) & (index < hi[..., None])
+    scores = torch.where(inside[:, :, None], scores, float("-inf"))
+    active = torch.ones(len(length), dtype=torch.bool)
+    found = reference.predict(scores, length, active, shape, pages or shape.budget_pages, last=last)
+    return [[[p for p in row if p >= 0] for row in request] for request in found.tolist()]
+
+
 def by_loop(scores, length: int, before: set[int], bonus: float, whole: int) -> tuple[list[int], set[int]]:
     """One head's selection and what is remembered of it. scores [MP]."""
     lo, hi = (int(bound) for bound in SHAPE.candidate_bounds(torch.tensor(length)))
@@ -90,6 +101,26 @@ def test_a_step_done_twice_does_the_same_twice():
         assert step(last, scores, length) == first and torch.equal(last.bits, bits)
 
 
+@pytest.mark.parametrize("start", [9 * PAGE, 60 * PAGE])
+def test_a_right_guess_predicts_the_next_selection(start):
+    """Row 1 with the scores of the row 0 to come: all that the next step chooses, also where it begins to choose."""
+    rand = torch.Generator().manual_seed(start)
+    last = memory([4, 1], 1.0)
+    scores, named, differs = torch.randn(2, 2, HEADS, PAGES, generator=rand), None, 0
+    for t in range(30):
+        length = torch.tensor([start + t, start + t + 5])
+        found = step(last, scores, length)
+        if named is not None:
+            for i, request in enumerate(found):
+                lo, hi = (int(bound) for bound in SHAPE.candidate_bounds(length[i]))
+                for h, pages in enumerate(request):
+                    assert [p for p in pages if lo <= p < hi] == sorted(named[i][h])
+        named, plain = predictions(last, scores, length), predictions(None, scores, length)
+        differs += named != plain
+        scores = torch.stack([scores[:, 1], torch.randn(2, HEADS, PAGES, generator=rand)], 1)
+    assert differs, "the last selection counted for nothing"
+
+
 def test_row_1_leaves_no_trace():
     rand = torch.Generator().manual_seed(3)
     one, other = memory([3], 2.0), memory([3], 2.0)
@@ -99,6 +130,7 @@ def test_row_1_leaves_no_trace():
         guessed[:, 1] = torch.randn(1, HEADS, PAGES, generator=rand)
         length = torch.tensor([40 * PAGE + t])
         assert step(one, scores, length) == step(other, guessed, length) == step(other, scores[:, :1], length)
+        predictions(other, guessed, length)
     assert torch.equal(one.bits, other.bits) and one.bits.any()
 
 

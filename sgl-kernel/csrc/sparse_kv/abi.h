@@ -145,7 +145,8 @@ struct SkvSelect {
   const float* bonus;      // [1] nats
   float* rest;             // [n][rows][heads][table_width] scratch, or null: shared memory
   int64_t n;
-  int64_t rows;
+  int64_t rows;  // of the scores
+  int64_t row;   // the one that this launch is for: 0 selects, the last one predicts
   int64_t heads;
   int64_t group;
   int64_t page_size;

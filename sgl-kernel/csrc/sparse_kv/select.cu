@@ -1,4 +1,5 @@
-// The best pages of each (request, row, kv head), exactly (select_search.cuh): ties go to the lower page. One block each.
+// The best pages of each (request, kv head) of a row, exactly (select_search.cuh): ties go to the lower page. One block
+// each. A step waits for what row 0 selects; what row 1 predicts is found by a launch of its own, beside what follows.
 //
 // Instructions, barriers and trips to memory take the time. Each thread keeps its candidates in registers, the search ends
 // in one rank that a candidate reaches or not, and what score reads, too, is loaded while score still runs.
@@ -14,10 +15,9 @@ struct Line {
   int lo, hi;     // candidates
 };
 
-__device__ __forceinline__ Line line_of(const SkvSelect& args) {
-  int heads = static_cast<int>(args.heads), rows = static_cast<int>(args.rows), index = static_cast<int>(blockIdx.x);
-  int head = index % heads, n = index / heads / rows, row = index / heads % rows;
-  Line line{n, row, head, index, 0, static_cast<int>(args.table_width)};
+__device__ __forceinline__ Line line_of(const SkvSelect& args, int n, int row, int head) {
+  int rows = static_cast<int>(args.rows);
+  Line line{n, row, head, (static_cast<int64_t>(n) * rows + row) * args.heads + head, 0, static_cast<int>(args.table_width)};
   if (args.logits) {
     line.lo = static_cast<int>(max(get(args.lo, n * rows + row), int64_t(0)));
     line.hi = static_cast<int>(min(get(args.hi, n * rows + row), args.table_width));
@@ -72,11 +72,12 @@ __device__ __forceinline__ float best_of_group(const SkvSelect& args, const Line
   return best * kLn2;
 }
 
-// What score() promises, as a tensor.
+// What score() promises, as a tensor, of all rows.
 __global__ void dense_kernel(const __grid_constant__ SkvSelect args) {
   __shared__ SelectScratch scratch;
   wait_for_previous_kernel();
-  Line line = line_of(args);
+  int heads = static_cast<int>(args.heads), lines = static_cast<int>(blockIdx.x) / heads, rows = static_cast<int>(args.rows);
+  Line line = line_of(args, lines / rows, lines % rows, static_cast<int>(blockIdx.x) % heads);
   Partials partials(args, line);
   partials.load(args, warp_id());
   partials.normalise(args, scratch);
@@ -149,8 +150,8 @@ struct Frame {
   }
 };
 
-// A request's last selection, a bit for each candidate: a warp's candidates of one turn are a word. ops/hysteresis.py
-// says what it is for, and why there are two.
+// What a request selected in the step before the row's, a bit for each candidate: a warp's candidates of one turn are a
+// word. ops/hysteresis.py says what it is for, and why there are two.
 struct Last {
   const uint32_t* read;  // null: none is kept
   uint32_t* write;
@@ -160,7 +161,7 @@ struct Last {
   __device__ __forceinline__ Last(const SkvSelect& args, const Line& line, int64_t length, int turns) : read(nullptr) {
     if (!args.last) return;
     uint32_t* both = args.last + get(args.owner, line.n) * args.last_stride;
-    int64_t odd = length & 1;
+    int64_t odd = (length + line.row) & 1;
     read = both + (odd * args.heads + line.head) * args.last_words;
     write = both + ((1 - odd) * args.heads + line.head) * args.last_words;
     words = static_cast<int>(args.last_words);
@@ -179,7 +180,8 @@ struct Last {
   }
 };
 
-// After a score, all that is older than its result is read while it still runs: score waited for it.
+// After a score, all that is older than its result is read while it still runs: score waited for it. Row 1 reads what
+// row 0 has just selected, and its launch overlaps nothing.
 template <int kGroup>
 __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__ SkvSelect args) {
   SKV_DYNAMIC_SHARED(shared);
@@ -187,7 +189,8 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch.bins[b] = 0;
   if (threadIdx.x == 0) scratch.listed = scratch.predicted = 0;
   if (!args.logits) wait_for_previous_kernel();
-  Line line = line_of(args);
+  int heads = static_cast<int>(args.heads);
+  Line line = line_of(args, static_cast<int>(blockIdx.x) / heads, static_cast<int>(args.row), static_cast<int>(blockIdx.x) % heads);
   bool active = args.active[line.n];
   int64_t length = get(args.length, line.n), kept = args.keep.data ? get(args.keep, line.n) : line.n;
   const int32_t* table = args.table + line.n * args.table_width;
@@ -318,11 +321,13 @@ inline int64_t rest_bytes(int64_t table_width) {
 // Shared memory of a launch: the caller keeps such scores in global memory when a block cannot have that much.
 SKV_EXPORT int64_t skv_select_shared(int64_t table_width) { return sizeof(SelectScratch) + 1024 + rest_bytes(table_width); }
 
-SKV_EXPORT int skv_select(const SkvSelect* args, const Launch* where) {
+SKV_EXPORT int skv_select(const SkvSelect* args, const Launch* given) {
+  Launch where = *given;
+  if (args->row > 0) where.overlap = 0;
   size_t shared = args->rest ? 0 : rest_bytes(args->table_width);
   auto* kernel = args->logits && args->group == 4   ? select_kernel<4>
                  : args->logits && args->group == 8 ? select_kernel<8>
                                                     : select_kernel<0>;
   int threads = select_threads(args->table_width);
-  return launch(*where, kernel, dim3(args->n * args->rows * args->heads), threads, shared, *args);
+  return launch(where, kernel, dim3(args->n * args->heads), threads, shared, *args);
 }

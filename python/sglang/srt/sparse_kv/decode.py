@@ -32,12 +32,14 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     else:
         slots = _write(runtime, step, layer, k[:, 0], v[:, 0], scale, inputs)
     if runtime.recorder is not None:
+        runtime.transfer.join_branch()  # predictions may be on their way
         runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
     own = {}
     if rows == 2 and policy.guide_attends == "own":
         own["own"] = own_slots(view, runtime.predicted[step.req, layer], step.table, step.length, shape)
     out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs, **own)
+    runtime.transfer.join_branch()
     if policy.check:
         runtime.check_selected(layer, view, step, selection.pages, slots)
     schedule.after_attention(layer, step)
@@ -79,8 +81,13 @@ def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, sca
     scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
     keep = (runtime.predicted[:, layer], step.req)
     last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)
-    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, keep, last)
+    alone = keep if runtime.rows == 1 else None
+    selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, alone, last)
     runtime.transfer.join_branch()
+    if runtime.rows == 2:
+        # Nothing waits for it until the layer is over: the next one may fetch what it finds, and overwrites the scores.
+        with runtime.transfer.branch(first=False):
+            ops.predict(scores, step.length, step.active, shape, shape.budget_pages, keep, last)
     return selection, _resolve(runtime, step, layer, selection, inputs)
 
 

@@ -52,7 +52,7 @@ Select: Any = _struct(
     "Select",
     "logits:p partials:p scores:p dense:p lo:n hi:n table:p table_width:i length:n active:p pages:p num_pages:p "
     "predicted:p keep:n keep_stride:i keep_stride_head:i last:p owner:n last_stride:i last_words:i bonus:p rest:p n:i "
-    "rows:i heads:i group:i page_size:i sinks:i window:i budget:i whole:i width:i",
+    "rows:i row:i heads:i group:i page_size:i sinks:i window:i budget:i whole:i width:i",
 )
 Gather: Any = _struct("Gather", "units:p count:p blocks:i ahead:i")
 Stage: Any = _struct(

@@ -51,6 +51,7 @@ __all__ = [
     "invalidate",
     "merge",
     "plan_prefetch",
+    "predict",
     "resolve",
     "score",
     "select",
@@ -179,26 +180,42 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
     With a handle, the other tensors must be older than that score: they are read while it runs. last: with a
     handle only.
     """
+    args = _selecting(scores, length, active, shape, budget_pages, last)
+    n, rows, heads, width = args.n, args.rows, args.heads, args.table_width
+    device = table.device
+    table = contiguous(table, "table", torch.int32)
+    if table.shape != (n, width):
+        raise ValueError(f"select: table must be [{n}, {width}], got {list(table.shape)}")
+    pages = torch.empty((n, heads, shape.width), dtype=torch.int32, device=device)
+    num_pages = torch.empty(n, dtype=torch.int32, device=device)
+    predicted = _keeping(args, keep, budget_pages, device) if rows == 1 else None
+    args.table, args.pages, args.num_pages = pointer(table), pointer(pages), pointer(num_pages)
+    launch("select", device, args)
+    return Selection(pages, num_pages, predicted)
+
+
+def predict(scores, length, active, shape, pages: int, keep=None, last: Last | None = None) -> torch.Tensor | None:
+    """As reference.predict; arguments as those of `select`."""
+    device = active.device
+    args = _selecting(scores, length, active, shape, pages, last)
+    if args.rows != 2:
+        raise ValueError(f"predict: scores of two rows a request, got {args.rows}")
+    args.row = 1
+    predicted = _keeping(args, keep, pages, device)
+    launch("select", device, args)
+    return predicted
+
+
+def _selecting(scores, length, active, shape, budget_pages: int, last: Last | None) -> Any:
+    """The arguments that selections and predictions have in common."""
     if budget_pages > MAX_BUDGET_PAGES:
         raise ValueError(f"select: at most {MAX_BUDGET_PAGES} pages of budget, got {budget_pages}")
-    device = table.device
     if isinstance(scores, Scores):
         args = scores._arguments()
     else:
         dense = contiguous(scores, "scores", torch.float32)
         n, rows, heads, width = dense.shape
         args = abi.Select(scores=pointer(dense), table_width=width, n=n, rows=rows, heads=heads, group=1)
-    n, rows, heads, width = args.n, args.rows, args.heads, args.table_width
-    table = contiguous(table, "table", torch.int32)
-    if table.shape != (n, width):
-        raise ValueError(f"select: table must be [{n}, {width}], got {list(table.shape)}")
-    pages = torch.empty((n, heads, shape.width), dtype=torch.int32, device=device)
-    num_pages = torch.empty(n, dtype=torch.int32, device=device)
-    predicted = torch.empty((n, heads, budget_pages), dtype=torch.int32, device=device) if keep is None else keep[0]
-    if predicted.dtype != torch.int32 or predicted.stride(2) != 1 or predicted.shape[2] < budget_pages:
-        raise ValueError(f"select: keep must be rows of at least {budget_pages} int32, got {list(predicted.shape)}")
-    args.keep = ints(None if keep is None else keep[1], "keep")
-    args.keep_stride, args.keep_stride_head = predicted.stride(0), predicted.stride(1)
     if last is not None:
         if args.logits is None:
             raise ValueError("select: the last selection counts for the scores of a handle alone, got a tensor")
@@ -207,14 +224,25 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
             raise ValueError("select: the last selections must be rows of contiguous int32 [2, H, W]")
         args.last, args.owner, args.bonus = pointer(bits), ints(last.owner, "owner"), pointer(last.bonus)
         args.last_stride, args.last_words = bits.stride(0), bits.shape[3]
-    if scores_in_global_memory(device, width):
-        args.rest = pointer(workspace(device).buffer("scores", n * rows * heads * width, torch.float32))
-    args.table, args.length, args.active = pointer(table), ints(length, "length"), pointer(active)
-    args.pages, args.num_pages, args.predicted = pointer(pages), pointer(num_pages), pointer(predicted)
+    if scores_in_global_memory(active.device, args.table_width):
+        size = args.n * args.rows * args.heads * args.table_width
+        args.rest = pointer(workspace(active.device).buffer("scores", size, torch.float32))
+    args.length, args.active = ints(length, "length"), pointer(active)
     args.page_size, args.sinks, args.window = shape.page_size, shape.sink_pages, shape.window
     args.budget, args.whole, args.width = budget_pages, shape.whole, shape.width
-    launch("select", device, args)
-    return Selection(pages, num_pages, predicted if keep is None else None)
+    return args
+
+
+def _keeping(args: Any, keep, pages: int, device: torch.device) -> torch.Tensor | None:
+    """Says where predictions go. Returns their tensor, None when it is a caller's."""
+    new = torch.empty((args.n, args.heads, pages), dtype=torch.int32, device=device) if keep is None else None
+    predicted = keep[0] if new is None else new
+    if predicted.dtype != torch.int32 or predicted.stride(2) != 1 or predicted.shape[2] < pages:
+        raise ValueError(f"select: keep must be rows of at least {pages} int32, got {list(predicted.shape)}")
+    args.keep = ints(None if keep is None else keep[1], "keep")
+    args.keep_stride, args.keep_stride_head = predicted.stride(0), predicted.stride(1)
+    args.predicted = pointer(predicted)
+    return new
 
 
 @lru_cache

@@ -14,6 +14,7 @@ OPERATIONS = (
     "count_guides",
     "score",
     "select",
+    "predict",
     "resolve",
     "plan_prefetch",
     "append",

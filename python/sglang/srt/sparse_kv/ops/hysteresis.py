@@ -23,8 +23,9 @@ class Last:
 
     bits: int32 [slots, 2, H, W], words of 32 candidates, the first behind the sinks in the lowest bit. A step at an
     even length reads the first of two and writes the second, one at an odd length the other way round: what it read is
-    there as long as it runs, for all rows, and a step that is done twice does the same twice. owner: int [N] request
-    slots. bonus: float32 [1], what a page of the last selection is better by, nats.
+    there as long as it runs, so a step that is done twice does the same twice, and what it wrote is what row 1, one
+    position ahead, reads. owner: int [N] request slots. bonus: float32 [1], what a page of the last selection is better
+    by, nats.
     """
 
     bits: torch.Tensor
@@ -32,13 +33,12 @@ class Last:
     bonus: torch.Tensor
 
     def favoured(self, scores: torch.Tensor, length: torch.Tensor, sink_pages: int) -> torch.Tensor:
-        """Scores float32 [N, R, H, MP] with what the last selection adds. length int [N] committed tokens."""
+        """Scores float32 [N, H, MP] with what the last selection adds in a step at length int [N] committed tokens."""
         bits = self.bits[self.owner.long(), (length % 2).long()]  # [N, H, W]
         chosen = (bits[..., None] >> torch.arange(WORD, device=bits.device) & 1).flatten(2).bool()
-        width = max(scores.shape[3] - sink_pages, 0)
-        known = chosen[:, None, :, :width].expand(-1, scores.shape[1], -1, -1)
+        known = chosen[..., : max(scores.shape[2] - sink_pages, 0)]
         scores = scores.clone()
-        part = scores[..., sink_pages : sink_pages + known.shape[3]]
+        part = scores[..., sink_pages : sink_pages + known.shape[2]]
         part.copy_(torch.where(known, part + self.bonus, part))
         return scores
 

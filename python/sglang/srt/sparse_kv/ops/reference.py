@@ -153,34 +153,54 @@ def take_whole(chosen: torch.Tensor, whole: torch.Tensor, candidates: torch.Tens
 class Selection:
     pages: torch.Tensor  # int32 [N, H, C] physical, ascending logical order, NONE padded: row 0's true selection
     num_pages: torch.Tensor  # int32 [N] pages in each row of `pages`, 0 for padded rows
-    # int32 [N, H, K] logical, best rank first, NONE padded: row 1's; of row 0 when R == 1. None when it was kept.
-    predicted: torch.Tensor | None
+    # Where R == 1, int32 [N, H, K] logical, best rank first, NONE padded: what was chosen. None when it was kept.
+    predicted: torch.Tensor | None = None
 
 
 def select(scores, table, length, active, shape, budget_pages: int, keep=None, last: Last | None = None) -> Selection:
-    """Row 0's selection and row 1's prediction of the next step's. scores [N, R, H, MP]; active bool [N].
+    """Row 0's selection; where R == 1 it is also what the next step's is expected to be. scores [N, R, H, MP]; active
+    bool [N].
 
     keep: (int32 [rows, H, >= K], int64 [N]) takes each request's prediction into its row; rows of padded requests may
-    repeat. last: what the request's step before selected, which counts for more, and which this selection replaces.
+    repeat. last: what the request's step before selected, which counts for more, and beside it what this one selects.
     A request shorter than shape.whole selects all of its candidates; predictions hold the best K all the same.
     """
     whole = active & (length < shape.whole)
+    rows, scores = scores.shape[1], scores[:, 0]
     if last is not None:
         scores = last.favoured(scores, length, shape.sink_pages)
-    best = top_pages(scores, budget_pages)  # [N, R, H, K]
-    best = torch.where(active[:, None, None, None], best, NONE)
+    best = torch.where(active[:, None, None], top_pages(scores, budget_pages), NONE)  # [N, H, K]
     if last is not None:
-        competed = active & ~whole & ((scores[:, 0, 0] > float("-inf")).sum(-1) > budget_pages)
-        last.remember(best[:, 0], competed, length, shape.sink_pages)
-    chosen = best[:, 0]
+        competed = active & ~whole & ((scores[:, 0] > float("-inf")).sum(-1) > budget_pages)
+        last.remember(best, competed, length, shape.sink_pages)
+    chosen = best
     if shape.whole:
-        chosen = take_whole(chosen, whole, scores[:, 0] > float("-inf"))
+        chosen = take_whole(chosen, whole, scores > float("-inf"))
     logical, num_pages = assemble(chosen, length, shape.sink_pages, shape.window, shape.page_size, shape.width)
     logical = torch.where(active[:, None, None], logical, NONE)
-    if keep is not None:
-        keep[0][keep[1], :, :budget_pages] = best[:, -1]
-    predicted = best[:, -1] if keep is None else None
+    predicted = _kept(best, keep) if rows == 1 else None
     return Selection(lookup(table, logical), torch.where(active, num_pages, 0), predicted)
+
+
+def predict(scores, length, active, shape, pages: int, keep=None, last: Last | None = None) -> torch.Tensor | None:
+    """Row 1's best pages, which the step after this one will select if its token was guessed right.
+
+    scores [N, 2, H, MP]; length int [N] committed tokens; active bool [N]. last: holds what `select` has chosen in this
+    step, which counts for more in the next. Returns int32 [N, H, pages] logical, best rank first, NONE padded, unless
+    they are kept (see `select`).
+    """
+    scores = scores[:, 1]
+    if last is not None:
+        scores = last.favoured(scores, length + 1, shape.sink_pages)
+    return _kept(torch.where(active[:, None, None], top_pages(scores, pages), NONE), keep)
+
+
+def _kept(best: torch.Tensor, keep) -> torch.Tensor | None:
+    """The predictions int32 [N, H, K], or None when they went to the rows of `keep`."""
+    if keep is None:
+        return best
+    keep[0][keep[1], :, : best.shape[2]] = best
+    return None
 
 
 # ---------------------------------------------------------------- the page cache's tables
