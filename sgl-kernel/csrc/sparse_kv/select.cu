@@ -17,7 +17,8 @@ struct Line {
 
 __device__ __forceinline__ Line line_of(const SkvSelect& args, int n, int row, int head) {
   int rows = static_cast<int>(args.rows);
-  Line line{n, row, head, (static_cast<int64_t>(n) * rows + row) * args.heads + head, 0, static_cast<int>(args.table_width)};
+  int64_t index = (static_cast<int64_t>(n) * rows + row) * args.heads + head;
+  Line line{n, row, head, index, 0, static_cast<int>(args.table_width)};
   if (args.logits) {
     line.lo = static_cast<int>(max(get(args.lo, n * rows + row), int64_t(0)));
     line.hi = static_cast<int>(min(get(args.hi, n * rows + row), args.table_width));
@@ -76,8 +77,8 @@ __device__ __forceinline__ float best_of_group(const SkvSelect& args, const Line
 __global__ void dense_kernel(const __grid_constant__ SkvSelect args) {
   __shared__ SelectScratch scratch;
   wait_for_previous_kernel();
-  int heads = static_cast<int>(args.heads), lines = static_cast<int>(blockIdx.x) / heads, rows = static_cast<int>(args.rows);
-  Line line = line_of(args, lines / rows, lines % rows, static_cast<int>(blockIdx.x) % heads);
+  int heads = static_cast<int>(args.heads), rows = static_cast<int>(args.rows), index = static_cast<int>(blockIdx.x);
+  Line line = line_of(args, index / heads / rows, index / heads % rows, index % heads);
   Partials partials(args, line);
   partials.load(args, warp_id());
   partials.normalise(args, scratch);
@@ -189,8 +190,8 @@ __global__ void __launch_bounds__(1024, 1) select_kernel(const __grid_constant__
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch.bins[b] = 0;
   if (threadIdx.x == 0) scratch.listed = scratch.predicted = 0;
   if (!args.logits) wait_for_previous_kernel();
-  int heads = static_cast<int>(args.heads);
-  Line line = line_of(args, static_cast<int>(blockIdx.x) / heads, static_cast<int>(args.row), static_cast<int>(blockIdx.x) % heads);
+  int heads = static_cast<int>(args.heads), index = static_cast<int>(blockIdx.x);
+  Line line = line_of(args, index / heads, static_cast<int>(args.row), index % heads);
   bool active = args.active[line.n];
   int64_t length = get(args.length, line.n), kept = args.keep.data ? get(args.keep, line.n) : line.n;
   const int32_t* table = args.table + line.n * args.table_width;
