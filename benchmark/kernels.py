@@ -242,12 +242,15 @@ def bench_chain() -> None:
                         beside=[plan] if i else [],
                     )
                 found = cuda.score(batch.q, view.landmarks, batch.table, batch.lo, batch.hi, SCALE)
-                keep = (predicted[:, i], rows)
                 chosen = cuda.select(
-                    found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep, batch.selected
+                    found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, last=batch.selected
                 )
                 transfer.join_branch()
+                with transfer.branch(first=False):
+                    keep = (predicted[:, i], rows)
+                    cuda.predict(found, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep, batch.selected)
                 cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
+                transfer.join_branch()
                 del kept
 
         alone = timed(products, per=layers)

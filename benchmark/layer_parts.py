@@ -1,5 +1,5 @@
 """What each operation of a decode step's layer adds to it: score, select, resolve, attention with row 1's own token,
-and the append with a prefetch on a branch, in the shape of benchmark/kernels.py but float16.
+what row 1 predicts and the append with a prefetch, each on a branch, in the shape of benchmark/kernels.py but float16.
 
     python -m benchmark.layer_parts [--json FILE] [LIBRARY ...]
 
@@ -33,7 +33,7 @@ CASES = [
     (4, 8192),
     (8, 8192),
 ]  # requests, pages of a table; 0: what the length needs
-PARTS = ("score", "select", "resolve", "attend", "append")
+PARTS = ("score", "select", "resolve", "attend", "predict", "append")
 LAYERS = 8
 
 
@@ -74,14 +74,18 @@ class Layers:
         scores = cuda.score(b.q, view.landmarks, b.table, b.lo, b.hi, scale, inputs)
         if "select" not in parts:
             return
-        keep = self.predicted[:, i], self.rows
-        chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, keep, b.selected)
+        chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, last=b.selected)
         if "resolve" not in parts:
             return
         self.transfer.join_branch()
+        if "predict" in parts:
+            with self.transfer.branch(first=False):
+                keep = self.predicted[:, i], self.rows
+                cuda.predict(scores, b.lengths, b.active, shape, shape.budget_pages, keep, b.selected)
         slots, _ = cuda.resolve(view, chosen.pages, None, b.clock, inputs=inputs, num_pages=chosen.num_pages, move=True)
         if "attend" in parts:
             cuda.attend(b.q, b.k[:, 1], b.v[:, 1], view, slots, chosen.num_pages, b.last, scale, inputs)
+        self.transfer.join_branch()
 
 
 def measure(n: int, table: int, libraries: list[Path | None], host: torch.Tensor, transfer: StreamTransfer):

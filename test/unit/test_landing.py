@@ -11,7 +11,7 @@ import torch
 from sglang.srt.sparse_kv import landing
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.landing import Absent, Landing, runs_of
-from sglang.srt.sparse_kv.ops import pinned
+from sglang.srt.sparse_kv.ops import pinned, reference
 from sglang.srt.sparse_kv.runtime import LONG_UNUSED
 from sglang.srt.sparse_kv.transfer import CPU_TRANSFERS
 from sparse_rig import Rig, counters, resident, small_blocks
@@ -101,6 +101,27 @@ def test_what_was_known_of_the_cache_may_be_wrong(seed, monkeypatch):
     landed = counting(rig)
     story(rig)
     assert landed
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_a_layer_that_lacks_nothing_gives_no_slots(lost):
+    """It is told apart by the question that landing asks; a layer that lacks a page beside it is not."""
+    rig = with_landing(Rig(seed=5, layers=3, pages=90, context=400, requests=1))
+    rig.start(1)
+    rig.extend({1: 20 * PAGE})
+    assert all(resident(rig, layer, page) == [True, True] for layer in range(3) for page in rig.owned[1])
+    if lost is not None:
+        reference.invalidate(rig.runtime.cache.views[lost], torch.tensor(rig.owned[1][3:4]))
+    gives, plan_stage = [], rig.runtime.ops.plan_stage
+
+    def planning(view, pages, tokens, step, *more):
+        gives.append(step is not None)
+        return plan_stage(view, pages, tokens, step, *more)
+
+    rig.runtime.ops.plan_stage = planning
+    rig.extend({1: 3})
+    assert gives == [layer == lost for layer in range(3)]
+    assert all(resident(rig, layer, page) == [True, True] for layer in range(3) for page in rig.owned[1])
 
 
 def test_counters_and_cache_are_those_of_moving_kernels():

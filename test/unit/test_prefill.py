@@ -206,9 +206,9 @@ def test_the_next_layers_block_is_sent_before_its_layer_begins(slot, expected):
         order.append(f"stage {[v is view for v in rig.runtime.cache.views].index(True)}")
         stage(view, *args)
 
-    def attending(*args, causal):
+    def attending(*args, causal, alone):
         order.append("own" if causal else "prefix")
-        return attend(*args, causal=causal)
+        return attend(*args, causal=causal, alone=alone)
 
     rig.runtime.ops.stage, rig.runtime.ops.attend_block = staging, attending
     rig.extend({1: 3})
@@ -224,7 +224,9 @@ def test_a_chunk_that_just_fits_behind_its_prefix(chunk, room):
     rig.extend({1: 4 * PAGE - chunk - room})
     calls: list[bool] = []
     attend = rig.runtime.ops.attend_block
-    rig.runtime.ops.attend_block = lambda *args, causal: (calls.append(causal), attend(*args, causal=causal))[1]
+    rig.runtime.ops.attend_block = lambda *args, causal, **more: (calls.append(causal), attend(*args, causal, **more))[
+        1
+    ]
     rig.extend({1: chunk})
     assert calls == ([True] if room >= 0 else [True, False]) * 2
     rig.decode([1])

@@ -67,15 +67,15 @@ class Landing:
         return works
 
     def begin(self, pages: torch.Tensor) -> Absent | None:
-        """What is missing of a prefill's pages, int32 [M] in the order in which they are staged; None where that is too
-        little to land. Waits for what runs on the device.
+        """What is missing of a prefill's pages, int32 [M] in the order in which they are staged; None where these are
+        too few to ask. Waits for what runs on the device.
         """
         self._runs.clear()
         if len(pages) < ASKED or not self.works:
             return None
         absent = self.runtime.ops.absent(self.runtime.cache.views, pages)
         known, numbers = _to_host(absent, pages)
-        return Absent(self.runtime.geometry, absent, known, numbers.astype(np.int64)) if known.any() else None
+        return Absent(self.runtime.geometry, absent, known, numbers.astype(np.int64))
 
     def legs(self, view: LayerView, plan: Any, target: torch.Tensor, due: Due) -> Iterator[tuple[Copy, Copy]]:
         """Both legs of each piece of a block in which pages land; plan and target as in `stage`."""
@@ -100,11 +100,19 @@ class Absent:
 
     def __init__(self, geometry: Geometry, on_device: torch.Tensor, known: np.ndarray, pages: np.ndarray):
         self._geometry, self._on_device, self._known, self._pages = geometry, on_device, known, pages
+        self._lacks = np.any(known, axis=1).tolist()  # of each layer
         self._first = np.zeros(len(pages), bool)  # of each page's places; what is asked for again has come by then
-        self._first[np.unique(pages, return_index=True)[1]] = True
+        if any(self._lacks):
+            self._first[np.unique(pages, return_index=True)[1]] = True
+
+    def none(self, layer: int, part: slice) -> bool:
+        """Whether a layer lacked nothing of a block's pages."""
+        return not self._lacks[layer] or not np.any(self._known[layer, part])
 
     def due(self, layer: int, part: slice) -> Due | None:
         """What lands of a layer and a block's pages, if any."""
+        if not self._lacks[layer]:
+            return None
         row, pages = self._known[layer, part], self._pages[part]
         landing, missing = np.count_nonzero(row), int(row[self._first[part]].sum(dtype=np.int64))
         if landing < FEW or missing < SHARE * landing * self._geometry.kv_heads:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from sglang.srt.sparse_kv.landing import Absent, Landing
@@ -36,6 +37,7 @@ class Block:
     pages: torch.Tensor  # int32 [M] physical
     page_tokens: torch.Tensor  # int32 [M] tokens of the prefix in each
     tokens: int  # in all of them
+    own: int = 0  # tokens of the chunk that go behind them: all, where it is the chunk's last block and they fit
     first: int = 0  # of its pages, among all that the prefill stages
 
     @property
@@ -53,13 +55,28 @@ class Chunk:
 
 
 @dataclass
+class Place:
+    """A staging slot as one block has it, the same in every layer."""
+
+    target: torch.Tensor  # [2, H, M*P, D] whole pages
+    keys: torch.Tensor  # [H, tokens, D] those of the block, and the chunk's own behind them
+    values: torch.Tensor
+    own: tuple[torch.Tensor, torch.Tensor]  # [H, T, D] where the chunk's own go
+    plans: dict[bool, Any] = field(
+        default_factory=dict
+    )  # of the last layer, with slots for what is missing and without
+
+
+@dataclass
 class PrefillStep:
     chunks: list[Chunk]
     blocks: list[Block]  # of all chunks, in the order in which every layer attends to them
     begun: torch.Tensor  # int32 [B] physical pages whose first token the batch writes, in the order of their tokens
     begun_tokens: torch.Tensor  # int32 [B] tokens in each
     loc: torch.Tensor  # int [T] host slots of the batch's tokens
-    absent: Absent | None = None  # what may land of the blocks
+    absent: Absent | None = None  # what the cache lacks of the blocks, where the host asked
+    places: dict[tuple[int, int], Place] = field(default_factory=dict)  # by block and staging slot
+    memo: dict[str, Any] = field(default_factory=dict)  # of the operations on the chunk
 
 
 class Prefill:
@@ -93,7 +110,10 @@ class Prefill:
         chunks: list[Chunk] = []
         begun, begun_tokens, start = [], [], 0
         for table, prefix, tokens in zip(tables, prefix_lens, extend_lens, strict=True):
-            chunks.append(Chunk(start, tokens, self._blocks(table, prefix)))
+            blocks = self._blocks(table, prefix)
+            if blocks and blocks[-1].tokens + tokens <= self.staging.shape[3]:
+                blocks[-1].own = tokens
+            chunks.append(Chunk(start, tokens, blocks))
             start += tokens
             end = prefix + tokens
             pages = range(-(-prefix // page_size), -(-end // page_size))
@@ -147,7 +167,7 @@ class Prefill:
         """The chunk's K/V leaves for the host under this layer's compute."""
         runtime, loc = self.runtime, step.loc
         view, through = runtime.cache.views[layer], not runtime.policy.skip_write_through
-        copy = partial(runtime.ops.store_chunk, view, k, v, loc, through)
+        copy = partial(runtime.ops.store_chunk, view, k, v, loc, through, memo=step.memo)
         runtime.transfer.submit(("store", layer % 2), copy, way="out")
 
     def _refresh_cache(self, layer: int, step: PrefillStep, k, v) -> None:
@@ -162,25 +182,24 @@ class Prefill:
             return
         since = None if layer in runtime.cache.scoped else runtime.clock_long_ago
         view = runtime.cache.views[layer]
-        copy = partial(runtime.ops.refresh, view, k, v, step.loc, step.begun, step.begun_tokens, since)
+        copy = partial(runtime.ops.refresh, view, k, v, step.loc, step.begun, step.begun_tokens, since, memo=step.memo)
         runtime.transfer.submit(("refresh", layer % 2), copy, way="within")
 
     def _attend(self, step: PrefillStep, chunk: Chunk, q, k, v, scale: float) -> torch.Tensor:
         ops, blocks = self.runtime.ops, chunk.blocks
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # [H, T, D]
-        follows = bool(blocks) and blocks[-1].tokens + chunk.tokens <= self.staging.shape[3]
-        result = None if follows else ops.attend_block(q, k, v, scale, causal=True)
-        for number, block in enumerate(blocks, 1):
-            slot = (self._staged - 1) % 2
+        follows = bool(blocks) and blocks[-1].own > 0
+        alone = len(blocks) + (not follows) == 1  # nothing to merge
+        result = None if follows else ops.attend_block(q, k, v, scale, causal=True, alone=alone)
+        for block in blocks:
+            number, slot = (self._staged - 1) % len(step.blocks), (self._staged - 1) % 2
             self._stage_next(step)  # into the other slot, which the attention before this one has left
             self.runtime.transfer.join(("staging", slot))
-            own = follows and number == len(blocks)
-            end = block.tokens + chunk.tokens if own else block.tokens
-            keys, values = self.staging[slot, :, :, :end]
-            if own:
-                keys[:, block.tokens :].copy_(k)
-                values[:, block.tokens :].copy_(v)
-            part = ops.attend_block(q, keys, values, scale, causal=own)
+            place = step.places[number, slot]
+            if block.own:
+                place.own[0].copy_(k)
+                place.own[1].copy_(v)
+            part = ops.attend_block(q, place.keys, place.values, scale, causal=block.own > 0, alone=alone)
             result = part if result is None else ops.merge(*result, *part)
         assert result is not None, "a chunk has tokens"
         return result[0]
@@ -190,17 +209,29 @@ class Prefill:
         runtime, blocks = self.runtime, step.blocks
         if self._staged < len(blocks) * runtime.geometry.num_layers:
             layer, number = divmod(self._staged, len(blocks))
-            self._stage(layer, blocks[number], self._staged % 2, step.absent)
+            self._stage(layer, number, self._staged % 2, step)
         self._staged += 1
 
-    def _stage(self, layer: int, block: Block, slot: int, absent: Absent | None) -> None:
-        runtime, ops = self.runtime, self.runtime.ops
-        target = self.staging[slot, :, :, : len(block.pages) * runtime.geometry.page_size]
-        since = None if layer in runtime.cache.scoped else runtime.clock_prefix
+    def _stage(self, layer: int, number: int, slot: int, step: PrefillStep) -> None:
+        runtime, ops, block = self.runtime, self.runtime.ops, step.blocks[number]
+        place = step.places.get((number, slot))
+        if place is None:
+            place = step.places[number, slot] = self._place(block, slot)
+        target, absent = place.target, step.absent
         view = runtime.cache.views[layer]
+        # What left the cache since the host asked is brought all the same, but need not have a slot.
+        keeps = layer not in runtime.cache.scoped and not (absent is not None and absent.none(layer, block.part))
         due = absent.due(layer, block.part) if absent is not None else None
-        plan = runtime.transfer.edit(
-            partial(ops.plan_stage, view, block.pages, block.page_tokens, since, None if due is None else due.on_device)
+        plan = place.plans[keeps] = runtime.transfer.edit(
+            partial(
+                ops.plan_stage,
+                view,
+                block.pages,
+                block.page_tokens,
+                runtime.clock_prefix if keeps else None,
+                None if due is None else due.on_device,
+                place.plans.get(keeps),
+            )
         )
         stage = partial(ops.stage, view, plan, target)
         if due is None or self.landing is None:
@@ -208,5 +239,12 @@ class Prefill:
         else:
             begin, end = partial(stage, parts="resident"), partial(stage, parts="missing")
             runtime.transfer.relay(("staging", slot), begin, self.landing.legs(view, plan, target, due), end)
-        # The old one's memory is the next edit's, which comes after this one; this one waits until the old is moved.
+        # In place of that of a forward before, whose memory is the next edit's: that comes after this one, and this one
+        # waits until the old is moved.
         self._plans[slot] = plan
+
+    def _place(self, block: Block, slot: int) -> Place:
+        staging, tokens = self.staging[slot], block.tokens
+        target = staging[:, :, : len(block.pages) * self.runtime.geometry.page_size]
+        keys, values = staging[:, :, : tokens + block.own]
+        return Place(target, keys, values, (keys[:, tokens:], values[:, tokens:]))

@@ -264,21 +264,27 @@ class StreamTransfer(Transfer):
         self.under = torch.cuda.Stream(device)
         self.branched: torch.cuda.Event | None = None
         self.landed: dict[Hashable, torch.cuda.Event] = {}
+        # Of prefills, which no graph captures: a wait keeps what was recorded until then, so events serve again.
+        self._events: dict[Hashable, torch.cuda.Event] = {}
+        self._known: dict[int, torch.cuda.Stream] = {}  # streams by their handles
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
         if urgent:
             copy()
             return
+        if way == "ahead":
+            _, self.landed[lane] = self._beside(self.streams[way], copy)
+            return
         ready = None
         if way == "prefix":
             ready, self.edited = self.edited, None
-        _, self.landed[lane] = self._beside(self.streams[way], copy, ready)
+        _, self.landed[lane] = self._beside(self.streams[way], copy, ready, self._event(lane))
 
     def relay(self, lane: Hashable, begin: Copy, legs: Iterable[tuple[Copy, Copy]], end: Copy) -> None:
         side, ready, self.edited = self.streams["prefix"], self.edited, None
-        here = torch.cuda.current_stream(self.index)
-        _, done = self._beside(side, begin, ready)
-        for first, second in legs:
+        here = self._here()
+        _, done = self._beside(side, begin, ready, self._event("begun"))
+        for number, (first, second) in enumerate(legs):
             if len(self.seconds) == 2:
                 self.link.wait_event(self.seconds[0])
             elif not self.seconds:
@@ -288,27 +294,47 @@ class StreamTransfer(Transfer):
                 first()
             finally:
                 torch.cuda.set_stream(here)
-            landed = torch.cuda.Event()
+            landed = self._event("landed")
             landed.record(self.link)
-            _, done = self._beside(side, second, landed)
+            # Of each lane's own, and of so many that the last two of all are never among those recorded anew.
+            _, done = self._beside(side, second, landed, self._event((lane, number % 3)))
             self.seconds.append(done)
-        _, self.landed[lane] = self._beside(side, end, done)
+        _, self.landed[lane] = self._beside(side, end, done, self._event(lane))
 
     def edit(self, tables: Callable[[], Plan]) -> Plan:
-        plan, self.edited = self._beside(self.streams["within"], tables)
+        plan, self.edited = self._beside(self.streams["within"], tables, done=self._event("edited"))
         return plan
 
+    def _here(self) -> torch.cuda.Stream:
+        """The current stream: asked for four times a layer in a prefill, and torch makes a new object each time."""
+        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        found = self._known.get(raw)
+        if found is None:
+            found = self._known[raw] = torch.cuda.current_stream(self.index)
+        return found
+
+    def _event(self, what: Hashable) -> torch.cuda.Event:
+        found = self._events.get(what)
+        if found is None:
+            found = self._events[what] = torch.cuda.Event()
+        return found
+
     def _beside(
-        self, side: torch.cuda.Stream, work: Callable[[], Plan], ready: torch.cuda.Event | None = None
+        self,
+        side: torch.cuda.Stream,
+        work: Callable[[], Plan],
+        ready: torch.cuda.Event | None = None,
+        done: torch.cuda.Event | None = None,
     ) -> tuple[Plan, torch.cuda.Event]:
         """Runs work on another stream once it is ready, by default when the current one has come here. Returns its
-        result and its end.
+        result and its end. done: an event for that, which nobody waits for any more; else a new one.
         """
-        # Four a layer in a prefill: by index and by name, since torch looks long for a stream that nobody names.
-        here, done = torch.cuda.current_stream(self.index), torch.cuda.Event()
+        here = self._here()
         if ready is None:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event() if done is None else self._event("ready")
             ready.record(here)
+        if done is None:
+            done = torch.cuda.Event()
         side.wait_event(ready)  # the tables and the descriptors that the work reads
         torch.cuda.set_stream(side)
         try:
@@ -321,7 +347,7 @@ class StreamTransfer(Transfer):
     def join(self, lane: Hashable) -> None:
         landed = self.landed.pop(lane, None)
         if landed is not None:
-            torch.cuda.current_stream(self.index).wait_event(landed)
+            self._here().wait_event(landed)
 
     def join_all(self) -> None:
         for lane in list(self.landed):

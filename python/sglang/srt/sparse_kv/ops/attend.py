@@ -173,15 +173,16 @@ def _prefill_backend(tokens: int, heads: int, device: torch.device) -> str:
     return "auto" if -(-tokens // TILE) * heads >= _multiprocessors(device.index or 0) else "fa2"
 
 
-def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_block(q, k, v, scale: float, causal: bool, alone: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As reference_attention.attend_block, by FlashInfer."""
     from flashinfer import single_prefill_with_kv_cache
 
     backend = _prefill_backend(q.shape[0], q.shape[1], q.device)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k.transpose(0, 1), v.transpose(0, 1)))
-    out, lse = single_prefill_with_kv_cache(
-        q, k, v, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True, backend=backend
-    )
+    more: Any = {"causal": causal, "kv_layout": "NHD", "sm_scale": scale, "backend": backend}
+    if alone:
+        return single_prefill_with_kv_cache(q, k, v, **more), None
+    out, lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, **more)
     return out, lse.mul_(math.log(2))
 
 
@@ -200,6 +201,7 @@ def prepare_prefill(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, d
         k = torch.zeros((kv_heads, tokens, dim), dtype=dtype, device=device)
         for causal in (True, False):
             part = attend_block(q, k, k, 1.0, causal)
+            attend_block(q, k, k, 1.0, causal, alone=True)
         merge(*part, *part)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,7 @@ def absent(views: Sequence[LayerView], pages: torch.Tensor) -> torch.Tensor:
     """As reference_prefill.absent, in one call."""
     device = views[0].kv.device
     heads, num_pages = views[0].slot_of.shape
-    tables = torch.tensor([view.slot_of.data_ptr() for view in views], dtype=torch.int64)
-    if device.type == "cuda":
-        tables = tables.pin_memory().to(device, non_blocking=True)
+    tables = _addresses(device, *(view.slot_of.data_ptr() for view in views))
     found = torch.empty((len(views), pages.shape[0]), dtype=torch.uint8, device=device)
     args = abi.Absent(
         tables=pointer(tables),
@@ -39,6 +38,12 @@ def absent(views: Sequence[LayerView], pages: torch.Tensor) -> torch.Tensor:
     )
     launch("absent", device, args)
     return found
+
+
+@lru_cache(maxsize=8)
+def _addresses(device: torch.device, *addresses: int) -> torch.Tensor:
+    """int64, on the device."""
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 def land(view: LayerView, runs: np.ndarray, landing: torch.Tensor) -> None:
@@ -58,14 +63,26 @@ class StagePlan:
     """Where the units of a prefix come from and go: what `stage` needs, valid while this object lives."""
 
     args: Any
+    install: Any  # what takes slots, or None
+    work: Any
     pages: int
     held: tuple[torch.Tensor | None, ...]
+    due: torch.Tensor | None = None
+    target: torch.Tensor | None = None  # that args name
 
 
-def plan_stage(view: LayerView, pages, tokens=None, step=None, due=None) -> StagePlan:
+def plan_stage(view: LayerView, pages, tokens=None, step=None, due=None, again: StagePlan | None = None) -> StagePlan:
     """As reference_prefill.plan_stage, in one call."""
+    device = view.kv.device
+    plan = _new_plan(view, pages, tokens, step) if again is None else again
+    plan.due, plan.args.due = due, pointer(due)
+    launch("plan_stage", device, view_of(view), plan.work, plan.install, plan.args)
+    return plan
+
+
+def _new_plan(view: LayerView, pages, tokens, step) -> StagePlan:
     heads, count, device = view.kv.shape[0], pages.shape[0], view.kv.device
-    install, _fetch = (None, None) if step is None else entering(view, pages, tokens, step)
+    install, fetch = (None, None) if step is None else entering(view, pages, tokens, step)
     scratch = torch.empty(1 + 2 * count * heads, dtype=torch.int32, device=device)
     missing = scratch.data_ptr()
     args = abi.Stage(
@@ -74,11 +91,10 @@ def plan_stage(view: LayerView, pages, tokens=None, step=None, due=None) -> Stag
         missing=missing,
         slots=missing + 4,
         list=missing + 4 + 4 * count * heads,
-        due=pointer(due),
         count=count,
     )
-    launch("plan_stage", device, view_of(view), workspace(device).work(heads, max(count, 1)), install, args)
-    return StagePlan(args, count, (pages, tokens, scratch, due))
+    held = pages, tokens, scratch, *((fetch.units, fetch.count) if fetch is not None else ())
+    return StagePlan(args, install, workspace(device).work(heads, max(count, 1)), count, held)
 
 
 def stage(
@@ -107,6 +123,8 @@ def stage_landed(
 
 
 def _into(view: LayerView, plan: StagePlan, target: torch.Tensor) -> Any:
+    if plan.target is target:
+        return plan.args
     heads, dim = view.kv.shape[0], view.kv.shape[4]
     expected = (2, heads, plan.pages * view.kv.shape[3], dim)
     if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
@@ -116,17 +134,27 @@ def _into(view: LayerView, plan: StagePlan, target: torch.Tensor) -> Any:
         )
     args = plan.args
     args.target, args.stride_values, args.stride_head = pointer(target), target.stride(0), target.stride(1)
+    plan.target = target
     return args
 
 
-def _chunk(view: LayerView, k, v, loc, through: bool) -> Any:
+def _chunk(view: LayerView, k, v, loc, through: bool, memo: dict[str, Any] | None = None) -> Any:
+    """A chunk's arguments. memo: holds those of the layer before, of which only the addresses differ."""
+    strides = k.stride(), v.stride()
+    if memo is not None and memo.get("strides") == strides and not (k.data_ptr() | v.data_ptr()) % 16:
+        args = memo["chunk"]
+        args.k, args.v, args.through = k.data_ptr(), v.data_ptr(), int(through)
+        return args
     k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
-    return abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
+    args = abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
+    if memo is not None and (k.stride(), v.stride()) == strides:  # nothing was copied
+        memo["strides"], memo["chunk"] = strides, args
+    return args
 
 
-def store_chunk(view: LayerView, k, v, loc, through: bool = True) -> None:
+def store_chunk(view: LayerView, k, v, loc, through: bool = True, memo: dict[str, Any] | None = None) -> None:
     """As reference_prefill.store_chunk."""
-    launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through))
+    launch("store_chunk", k.device, view_of(view), _chunk(view, k, v, loc, through, memo))
 
 
 def fill(view: LayerView, k, v, loc) -> None:
@@ -134,12 +162,23 @@ def fill(view: LayerView, k, v, loc) -> None:
     launch("fill", k.device, view_of(view), _chunk(view, k, v, loc, through=False))
 
 
-def refresh(view: LayerView, k, v, loc, pages, tokens, step=None) -> None:
+def refresh(view: LayerView, k, v, loc, pages, tokens, step=None, memo: dict[str, Any] | None = None) -> None:
     """As reference_prefill.refresh, in one call."""
-    heads, device = view.kv.shape[0], k.device
+    known = None if memo is None else memo.get(f"begun {step is None}")
+    if known is None:
+        known = _begun(view, pages, tokens, step)
+        if memo is not None:
+            memo[f"begun {step is None}"] = known
+    begun, work, _held = known
+    launch("refresh", k.device, view_of(view), work, begun, _chunk(view, k, v, loc, False, memo), int(step is not None))
+
+
+def _begun(view: LayerView, pages, tokens, step) -> tuple[Any, Any, Any]:
+    """What `refresh` says of the pages that a chunk begins, and what must live as long."""
+    fetch = None
     if step is None:
         begun = abi.Resolve(pages=ints(pages, "pages"), width=pages.shape[0])
     else:
-        begun, _ = entering(view, pages, tokens, step)
-    work = workspace(device).work(heads, max(pages.shape[0], 1))
-    launch("refresh", device, view_of(view), work, begun, _chunk(view, k, v, loc, through=False), int(step is not None))
+        begun, fetch = entering(view, pages, tokens, step)
+    work = workspace(view.kv.device).work(view.kv.shape[0], max(pages.shape[0], 1))
+    return begun, work, (pages, tokens, fetch)

@@ -67,11 +67,11 @@ def _attend_own(q, k, v, view: LayerView, slots, last: int, scale: float) -> tor
     return out
 
 
-def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_block(q, k, v, scale: float, causal: bool, alone: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prefill attention of one request's chunk over one block of keys, with what merging needs.
 
-    q [T, H*G, D]; k, v [H, B, D]; causal where the block ends with the chunk's own tokens. Returns (out [T, H*G, D],
-    lse float32 [T, H*G], natural logarithm).
+    q [T, H*G, D]; k, v [H, B, D]; causal where the block ends with the chunk's own tokens; alone where there is nothing
+    to merge. Returns (out [T, H*G, D], lse float32 [T, H*G], natural logarithm, or None if alone).
     """
     tokens, q_heads, _ = q.shape
     group, keys = q_heads // k.shape[0], k.shape[1]
@@ -89,7 +89,7 @@ def attend_block(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, tor
         attn_mask=mask,
         scale=scale,
     )
-    return out[0].transpose(0, 1), lse.reshape(q_heads, tokens).transpose(0, 1)
+    return out[0].transpose(0, 1), None if alone else lse.reshape(q_heads, tokens).transpose(0, 1)
 
 
 def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:

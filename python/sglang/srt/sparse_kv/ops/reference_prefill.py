@@ -39,10 +39,11 @@ class StagePlan:
     fetch: Fetch | None  # what takes slots beside
 
 
-def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None, due=None) -> StagePlan:
+def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None, due=None, again=None) -> StagePlan:
     """Looks up where the units of a prefix's pages, int [M], are. With a step, those that are not resident take slots
     with stamp < step, as far as slots reach, where decode will find them; tokens int [M] of each page, None when all
-    are full. due: uint8 [M], nonzero for pages that land; None: none does. Edits tables only: `stage` moves.
+    are full. due: uint8 [M], nonzero for pages that land; None: none does. again: a plan of another layer, of the same
+    pages, tokens and step, whose copies are over: its memory may serve. Edits tables only: `stage` moves.
     """
     slots = view.slot_of[:, pages.long()].T.long()
     resident = int((slots >= 0).sum())
@@ -112,10 +113,11 @@ def _only(fetch: Fetch, pages: torch.Tensor) -> Fetch:
     return Fetch(units, torch.tensor(len(units)))
 
 
-def store_chunk(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor, through: bool = True) -> None:
+def store_chunk(view: LayerView, k, v, loc: torch.Tensor, through: bool = True, memo=None) -> None:
     """Writes a prefill chunk's K/V to the host and makes the landmarks of the pages that it closes.
 
-    k, v [T, H, D]; loc int [T] host slots, consecutive within a page.
+    k, v [T, H, D]; loc int [T] host slots, consecutive within a page. memo: a dictionary of the chunk's, in which an
+    engine may keep from layer to layer what does not change.
     """
     page_size = view.host.shape[3]
     page, offset = loc.long() // page_size, loc.long() % page_size
@@ -153,12 +155,12 @@ def fill(view: LayerView, k: torch.Tensor, v: torch.Tensor, loc: torch.Tensor) -
     view.kv[head, slot, 1, offset] = v[token, head]
 
 
-def refresh(view: LayerView, k, v, loc, pages: torch.Tensor, tokens: torch.Tensor, step=None) -> None:
+def refresh(view: LayerView, k, v, loc, pages: torch.Tensor, tokens: torch.Tensor, step=None, memo=None) -> None:
     """Makes the cache true to a prefill chunk. Pages that it begins, int [B], lose their entries; with a step they take
     slots with stamp < step, the last pages first, as far as slots reach; the chunk is written into the slots that its
     pages have.
 
-    k, v [T, H, D]; loc int [T] host slots; tokens int [B] of each page.
+    k, v [T, H, D]; loc int [T] host slots; tokens int [B] of each page; memo as in `store_chunk`.
     """
     invalidate(view, pages)
     if step is not None:
