@@ -98,10 +98,10 @@ class Record:
             if self.find(cell) is None:
                 self.data["cells"].append({**cell, "run": cell["run"] + offset})
 
-    def begin(self, options: dict[str, Any], corpus: str) -> None:
-        """Note one command; cells added from here on refer to it."""
+    def begin(self, options: dict[str, Any], corpus: str, words: list[str] | None = None) -> None:
+        """Note one command; cells added from here on refer to it. words: as `facts` takes them."""
         self.data["runs"].append(
-            {**facts("benchmark.serving.run"), "options": options, "corpus": corpus, "servers": []}
+            {**facts("benchmark.serving.run", words), "options": options, "corpus": corpus, "servers": []}
         )
         self.save()
 

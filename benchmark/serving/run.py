@@ -45,6 +45,7 @@ class Benchmark:
         self.options, self.record = chosen, record
         self.corpus = Corpus(chosen.text, chosen.seed)
         self.start = time.monotonic()
+        self.switched = False  # whether a policy of the server was
         self._tokenizer: Any = None
 
     # ------------------------------------------------------------------ running
@@ -123,6 +124,22 @@ class Benchmark:
                 "policy": sparse and sparse.get("policy"),
             }
         )
+        try:
+            self._measure_lengths(variant, url, running, started, sparse)
+        finally:
+            if self.switched and sparse:
+                # What comes next takes the server's policy for that of its start.
+                policies.switch(url, "default", sparse["policy"])
+
+    def _measure_lengths(
+        self,
+        variant: str,
+        url: str,
+        running: server.Server | None,
+        started: dict[str, Any],
+        sparse: dict[str, Any] | None,
+    ) -> None:
+        first = started["internal_states"][0]
         for length in self.options.lengths:
             todo = [cell for cell in self.cells(variant, None, length) if self.record.find(cell) is None]
             if not todo:
@@ -203,6 +220,7 @@ class Benchmark:
         o = self.options
         if sparse and (len(o.policies) > 1 or cell["policy"] != "default"):
             try:
+                self.switched = True
                 policies.switch(url, cell["policy"], sparse["policy"])
             except policies.PolicyRefused as refused:
                 say(f"{cell['policy']}: {refused}")
@@ -273,6 +291,7 @@ def main(argv: list[str] | None = None) -> int:
         {key: str(value) if isinstance(value, Path) else value for key, value in vars(chosen).items()}
         | {"resume": [str(path) for path in chosen.resume]},
         benchmark.corpus.digest,
+        argv,
     )
     if chosen.device == "cuda" and not chosen.url:
         record.data["runs"][-1]["link_bytes_per_second"] = link_rate()

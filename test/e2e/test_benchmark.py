@@ -10,16 +10,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark.models import check_inflation, inflate
 from benchmark.quality import fidelity, grid
-from benchmark.serving import load, prefill, run, table
+from benchmark.serving import load, prefill, run, server, table
 
 
 def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, capsys):
     output = tmp_path / "result.json"
     arguments = ["--model", demo_model, "--output", str(output), "--url", sparse.url, "--device", "cpu"]
-    arguments += ["--variants", "sparse", "--lengths", "400", "--batches", "1", "2", "--policies", "on_demand"]
-    # The default comes last, so that later tests find the server as it was.
-    arguments += ["default", "--tokens", "16", "--warmup", "4", "--stream-interval", "2", "--temperature", "0"]
+    arguments += ["--variants", "sparse", "--lengths", "400", "--batches", "1", "2", "--policies", "default"]
+    arguments += ["on_demand", "--tokens", "16", "--warmup", "4", "--stream-interval", "2", "--temperature", "0"]
     assert run.main(arguments) == 0
+    after = server.state(sparse.url)["sparse_kv"]["policy"]
+    assert after["prefetch"] is True, "a policy of the last cells stays with whatever comes next"
     data = json.loads(output.read_text())
     cells = {(cell["policy"], cell["batch"]): cell for cell in data["cells"]}
     assert len(cells) == 4
@@ -31,8 +32,8 @@ def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, c
         counters = cell["counters"]
         assert counters["steps"] > 0 and len(counters["layers"]) == 30
         assert counters["total"]["selected"] == counters["total"]["hit"] + counters["total"]["missed"]
-    server = data["runs"][0]["servers"][0]
-    assert server["cold_ttft_s_400"] > 0 and server["plan"]["slots"] > 0
+    started = data["runs"][0]["servers"][0]
+    assert started["cold_ttft_s_400"] > 0 and started["plan"]["slots"] > 0
     assert table.main([str(output)]) == 0
     assert "on_demand" in capsys.readouterr().out
 

@@ -83,8 +83,9 @@ def _rates(server: Server, temperature: float, **policy) -> dict[str, float]:
 @pytest.mark.parametrize("served", ["long"], indirect=True)
 def test_predictions_are_worth_what_was_measured(served: Server, temperature: float):
     """Bounds around the measurements on this model: with the default hysteresis LRU alone misses 6 and 4 % at 1 and 2
-    times the budget, and a good guide takes five eighths of the latter off the critical path. At once the budget there
-    is no room to fetch ahead: what a step has selected stays until the next has selected.
+    times the budget, and a good guide takes two thirds of the latter off the critical path: nearly all but each
+    request's first step, and next to nothing of it in vain. At once the budget there is no room to fetch ahead: what a
+    step has selected stays until the next has selected.
     """
     alone_one = _rates(served, temperature, cache_slots=SELECTION + 2, prefetch=False)
     alone = _rates(served, temperature, cache_slots=2 * SELECTION, prefetch=False)
@@ -94,7 +95,7 @@ def test_predictions_are_worth_what_was_measured(served: Server, temperature: fl
     assert 0.04 < alone_one["missed"] < 0.1
     assert alone["missed"] < 0.75 * alone_one["missed"]
     assert guided["missed"] < 0.45 * alone["missed"]
-    assert guided["moved"] < 1.6 * alone["moved"]
+    assert guided["moved"] < 1.1 * alone["moved"] and guided["useful"] > 0.93
 
 
 @pytest.mark.parametrize("served", ["long-batch"], indirect=True)

@@ -337,7 +337,8 @@ def test_earlier_files_are_merged(tmp_path):
     cell = {"variant": "dense", "length": 8, "policy": "default", "batch": 1, "temperature": 0.0}
     for name, rate in (("a", 1.0), ("b", 2.0)):
         record = Record(tmp_path / f"{name}.json")
-        record.begin({}, "digest")
+        record.begin({}, "digest", ["--output", name])
+        assert record.data["runs"][-1]["command"] == f"python -m benchmark.serving.run --output {name}"
         record.add({**cell, "tokens_per_second": rate})
         if name == "b":
             record.add({**cell, "batch": 2, "tokens_per_second": rate})
