@@ -36,6 +36,9 @@ ASKED = 512
 FEW = 256
 
 
+Key = tuple[int, bytes]  # a block's first page's place in the prefill, and what lands of it
+
+
 class Landing:
     """Two places where pieces of a prefix land in turn."""
 
@@ -46,7 +49,7 @@ class Landing:
         self.places = torch.zeros(shape, dtype=geometry.dtype, device=runtime.device)
         self._turn = 0
         self.works = runtime.device.type == "cpu" or self._try()
-        self._runs: dict[tuple[int, int, bytes], np.ndarray] = {}  # of this prefill, by piece and what lands of it
+        self._runs: dict[tuple[Key, int], np.ndarray] = {}  # of this prefill, by what lands of a block, and piece
 
     def _try(self) -> bool:
         """Whether this driver takes such copies of this pool: once at start, rather than in the first prefill."""
@@ -81,15 +84,15 @@ class Landing:
         """Both legs of each piece of a block in which pages land; plan and target as in `stage`."""
         ops, most = self.runtime.ops, self.places.shape[1]
         for first in range(0, len(due.pages), most):
-            part = slice(first, first + most)
-            key = due.block, first, due.row[part].tobytes()
-            runs = self._runs.get(key)
+            runs = self._runs.get((due.key, first))
             if runs is None:
-                runs = self._runs[key] = runs_of(due.pages[part], due.row[part])
+                part = slice(first, first + most)
+                runs = self._runs[due.key, first] = runs_of(due.pages[part], due.row[part])
             if len(runs):
                 place = self.places[self._turn]
                 self._turn = 1 - self._turn
-                second = partial(ops.stage_landed, view, plan, target, place, first, len(due.pages[part]))
+                count = min(most, len(due.pages) - first)
+                second = partial(ops.stage_landed, view, plan, target, place, first, count)
                 yield partial(ops.land, view, runs, place), second
 
 
@@ -101,6 +104,7 @@ class Absent:
     def __init__(self, geometry: Geometry, on_device: torch.Tensor, known: np.ndarray, pages: np.ndarray):
         self._geometry, self._on_device, self._known, self._pages = geometry, on_device, known, pages
         self._lacks = np.any(known, axis=1).tolist()  # of each layer
+        self._landing: dict[Key, tuple[int, int] | None] = {}  # of `_worth_it`
         self._first = np.zeros(len(pages), bool)  # of each page's places; what is asked for again has come by then
         if any(self._lacks):
             self._first[np.unique(pages, return_index=True)[1]] = True
@@ -113,19 +117,28 @@ class Absent:
         """What lands of a layer and a block's pages, if any."""
         if not self._lacks[layer]:
             return None
-        row, pages = self._known[layer, part], self._pages[part]
+        row = self._known[layer, part]
+        key = part.start, row.tobytes()
+        if key not in self._landing:  # layers mostly lack the same
+            self._landing[key] = self._worth_it(row, part)
+        bounds = self._landing[key]
+        if bounds is None or self._crosses(layer, *bounds):
+            return None
+        return Due(key, self._pages[part], row, self._on_device[layer, part])
+
+    def _worth_it(self, row: np.ndarray, part: slice) -> tuple[int, int] | None:
+        """The least and the greatest of the pages that would land; None where they are too few, or lack too little."""
         landing, missing = np.count_nonzero(row), int(row[self._first[part]].sum(dtype=np.int64))
         if landing < FEW or missing < SHARE * landing * self._geometry.kv_heads:
             return None
-        return (
-            None if self._crosses(layer, pages[row > 0]) else Due(part.start, pages, row, self._on_device[layer, part])
-        )
+        pages = self._pages[part][row > 0]
+        return int(pages.min()), int(pages.max())
 
-    def _crosses(self, layer: int, pages: np.ndarray) -> bool:
+    def _crosses(self, layer: int, least: int, greatest: int) -> bool:
         """Whether pages lie on both sides of a border between registrations, which CUDA lets no copy cross."""
         page_bytes = self._geometry.page_bytes // self._geometry.num_layers
         first = layer * self._geometry.num_pages
-        start, end = (first + int(pages.min())) * page_bytes, (first + int(pages.max()) + 1) * page_bytes
+        start, end = (first + least) * page_bytes, (first + greatest + 1) * page_bytes
         return start // pinned.PIECE != (end - 1) // pinned.PIECE
 
 
@@ -133,7 +146,7 @@ class Absent:
 class Due:
     """Pages of a block that land: those whose row is not zero."""
 
-    block: int  # its first page's place in the prefill
+    key: Key
     pages: np.ndarray  # int64 [M]
     row: np.ndarray  # uint8 [M]
     on_device: torch.Tensor  # the same
