@@ -238,6 +238,7 @@ EVIDENCE = (
     (r"python -m benchmark\.quality\.plot", _UNIT + "quality_plot.py::test_the_command"),
     (r"python -m benchmark\.quality\.fidelity", _E2E + "benchmark.py::test_scores_are_compared"),
     (r"python -m benchmark\.serving\.(run|table)", _E2E + "benchmark.py::test_the_benchmark_measures_a_running_server"),
+    (r"python -m benchmark\.serving\.plot", _UNIT + "serving_plot.py::test_the_command"),
     (r"python -m benchmark\.serving\.prefill", _E2E + "benchmark.py::test_first_tokens_are_measured"),
     (r"python -m benchmark\.serving\.suite", _UNIT + "suite.py::test_a_cpu_runs_the_small_suite"),
     (r"python -m benchmark\.serving\.load", _E2E + "benchmark.py::test_agents_arrive_at_random"),
