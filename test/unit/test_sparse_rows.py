@@ -123,8 +123,8 @@ def test_the_study_chooses_with_hysteresis_as_the_product_does(first_scored):
     last = Last(torch.zeros((1, 2, heads, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.ones(1))
     odd = torch.arange(rows)  # steps of one token: their parity tells which half of the memory is read
     for row in range(rows):
-        scores = last.favoured(best[None, None, :, row], odd[row : row + 1], shape.sink_pages)
-        expected = reference.top_pages(scores, budget)[0, 0]
+        scores = last.favoured(best[None, :, row], odd[row : row + 1], shape.sink_pages)
+        expected = reference.top_pages(scores, budget)[0]
         competed = torch.tensor([bool(inside[row].sum() > budget) and row >= first_scored])
         last.remember(expected[None], competed, odd[row : row + 1], shape.sink_pages)
         for head in range(heads):
