@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from sglang.srt.sparse_kv.ops.reference import COUNTERS
@@ -41,6 +43,44 @@ def test_row_1_s_own_pages_change_nothing_of_row_0():
     selected, own = outs
     assert torch.equal(selected[:, :, ::2], own[:, :, ::2])
     assert own.isfinite().all() and not torch.allclose(selected[:, :, 1::2], own[:, :, 1::2])
+
+
+def late_predictions(runtime) -> None:
+    """Predictions as late as their branch lets them be: when it is joined."""
+    waiting, score, predict = [], runtime.ops.score, runtime.ops.predict
+
+    def join_branch():
+        while waiting:
+            waiting.pop()()
+
+    def overwrite(*args):
+        assert not waiting, "a prediction still reads the scores of the layer before"
+        return score(*args)
+
+    runtime.ops.score, runtime.transfer.join_branch = overwrite, join_branch
+    runtime.ops.predict = lambda *args: waiting.append(partial(predict, *args))
+
+
+@pytest.mark.parametrize("residency", [1.0, 0.5])
+@pytest.mark.parametrize("reader", ["schedule", "own", "recorder"])
+def test_predictions_may_be_late(reader, residency, tmp_path):
+    """Whoever reads them, or overwrites what they are made of, waits for their branch."""
+    kept, recorded = [], []
+    for late in (False, True):
+        path = tmp_path / f"{late}"
+        more = {"own": {"guide_attends": "own"}, "recorder": {"record": str(path)}}.get(reader, {})
+        rig = Rig(seed=5, layers=5, pages=320, context=600, residency=residency, **more)
+        rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width + 4})
+        if late:
+            late_predictions(rig.runtime)
+        for req, length in ((1, 500), (2, 333)):
+            rig.start(req)
+            rig.extend({req: length})
+        outs = [torch.stack(rig.decode([1, 2], verify=False, record={})) for _ in range(8)]
+        kept.append((torch.stack(outs), rig.runtime.cache.counters, rig.runtime.predicted))
+        recorded.append(path.read_bytes() if reader == "recorder" else b"")
+    assert all(map(torch.equal, *kept)) and recorded[0] == recorded[1]
+    assert totals(rig)["useful"] > 0
 
 
 @pytest.mark.parametrize("transfer", ["plain", "delayed", "reordered", "failing"])

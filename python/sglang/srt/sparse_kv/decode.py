@@ -31,12 +31,14 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
         selection, slots = _select(runtime, step, layer, q, k[:, 0], v[:, 0], scale, inputs)
     else:
         slots = _write(runtime, step, layer, k[:, 0], v[:, 0], scale, inputs)
-    if runtime.recorder is not None:
+    own = {}
+    own_pages = rows == 2 and policy.guide_attends == "own"
+    if runtime.recorder is not None or own_pages:
         runtime.transfer.join_branch()  # predictions may be on their way
+    if runtime.recorder is not None:
         runtime.recorder.layer(step, shape, selection.pages, runtime.predicted[step.req, layer])
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
-    own = {}
-    if rows == 2 and policy.guide_attends == "own":
+    if own_pages:
         own["own"] = own_slots(view, runtime.predicted[step.req, layer], step.table, step.length, shape)
     out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs, **own)
     runtime.transfer.join_branch()
