@@ -25,6 +25,7 @@ LAYERS, MODEL, SELECTION, TABLE, ATTENTION, AHEAD = LANES = (
 OURS = {
     "score": SELECTION,
     "select": SELECTION,
+    "predict": SELECTION,
     "score_plain": SELECTION,
     "dense": SELECTION,
     "append": TABLE,

@@ -88,6 +88,7 @@ def test_operations_of_the_cpu_engine_name_themselves(tmp_path):
     assert {event.lane for event in events} == {LAYERS, MODEL, SELECTION, TABLE, ATTENTION, AHEAD}
     order = [event.name for event in events if (event.step, event.layer) == (1, 1) and event.lane in (TABLE, SELECTION)]
     assert order[:1] == ["append"] and order.index("score") < order.index("select") < order.index("resolve")
+    assert {event.name for event in events if event.lane == SELECTION} == {"score", "select", "predict"}
 
 
 def test_a_layer_whose_pages_are_known_begins_with_its_write():
