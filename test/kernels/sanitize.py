@@ -45,21 +45,26 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows, device=gpu))
     scores = cuda.score(q, view.landmarks, table, lo, hi, dim**-0.5)
     dense = scores.dense()
-    chosen = cuda.select(scores, table, length, active, shape, shape.budget_pages)
-    predicted = cuda.predict(scores, length, active, shape, shape.budget_pages)
-    for other in (dense, dense.mul(0)):
-        cuda.select(other, table, length, active, shape, shape.budget_pages)
-        cuda.predict(other, length, active, shape, shape.budget_pages)
+
+    def select(of, keep=None, last=None):
+        alone = keep if rows == 1 else None
+        chosen = cuda.select(of, table, length, active, shape, shape.budget_pages, alone, last)
+        if rows == 2:
+            chosen.predicted = cuda.predict(of, length, active, shape, shape.budget_pages, keep, last)
+        return chosen
+
+    chosen = select(scores)
+    select(dense)
+    select(dense.mul(0))
     bits = torch.zeros((5, 2, heads, -(-table.shape[1] // 32)), dtype=torch.int32, device=gpu)
     last = Last(bits, index, torch.ones(1, device=gpu))
     for _ in range(2):
-        cuda.select(scores, table, length, active, shape, shape.budget_pages, last=last)
-        cuda.predict(scores, length, active, shape, shape.budget_pages, (store, index), last)
+        select(scores, (store, index), last)
     cuda.set_miss_rate(gpu, 0.5)
     cuda.resolve(view, chosen.pages, None, clock, move=True)
     cuda.set_miss_rate(gpu, 0)
     cuda.resolve(others[0], chosen.pages, None, clock + 1, move=True)
-    ahead = cuda.plan_prefetch(view, predicted, None, clock, cap, table, length // page_size)
+    ahead = cuda.plan_prefetch(view, chosen.predicted, None, clock, cap, table, length // page_size)
     cuda.gather(view, ahead)
     _, fetch = cuda.resolve(view, random_selection(1, n, heads, 20, pages).to(gpu), None, clock + 1)
     cuda.gather(view, fetch, blocks=2)

@@ -32,8 +32,8 @@ def batch(seed, device, lengths, rows, heads, group, dim, dtype, page_size, budg
 
 def both(ops, scores, table, length, active, shape, budget_pages, keep=None, last=None):
     """What row 0 selects with what row 1 predicts, of scores of one or two rows."""
-    chosen = ops.select(scores, table, length, active, shape, budget_pages, keep, last)
     rows = scores.shape[1]
+    chosen = ops.select(scores, table, length, active, shape, budget_pages, keep if rows == 1 else None, last)
     if rows == 2:
         chosen.predicted = ops.predict(scores, length, active, shape, budget_pages, keep, last)
     return chosen
@@ -185,12 +185,13 @@ def select_as_reference(engine, q, landmarks, table, length, active, shape):
 
 
 @pytest.mark.parametrize("global_scores", [False, True])
-@pytest.mark.parametrize("group", [3, 4, 8])
-def test_more_pages_than_registers_hold(engine, group, global_scores, monkeypatch):
+@pytest.mark.parametrize(("rows", "group"), [(1, 3), (2, 4), (1, 8)])
+def test_more_pages_than_registers_hold(engine, rows, group, global_scores, monkeypatch):
     if global_scores:
         monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
+    lengths = [9200, 8900][: 3 - rows]
     q, landmarks, table, length, active, shape = batch(
-        7, engine.device, [9200, 8900], 1, 1, group, 64, torch.float16, 1, 128
+        7, engine.device, lengths, rows, 1, group, 64, torch.float16, 1, 128
     )
     select_as_reference(engine, q, landmarks, table, length, active, shape)
 
@@ -229,28 +230,26 @@ def test_what_the_last_step_selected_counts_for_more(engine, group):
     assert not store[:, ::2].any(), "another layer's was written"
 
 
-def test_the_last_selection_beyond_registers(engine):
-    q, landmarks, table, length, active, shape = batch(
-        9, engine.device, [9200, 8900], 1, 1, 4, 64, torch.float16, 1, 128
-    )
-    lo, hi = bounds(shape, length, active, 1)
+@pytest.mark.parametrize("global_scores", [False, True])
+def test_the_last_selection_beyond_registers(engine, global_scores, monkeypatch):
+    if global_scores:
+        monkeypatch.setattr(cuda, "scores_in_global_memory", lambda device, width: True)
+    q, landmarks, table, length, active, shape = batch(9, engine.device, [9200], 2, 1, 4, 64, torch.float16, 1, 128)
+    lo, hi = bounds(shape, length, active, 2)
     random = torch.Generator().manual_seed(9)
     to = lambda t: t.to(engine.device)  # noqa: E731
     bits = torch.randint(-(2**31), 2**31, (2, 2, 1, -(-table.shape[1] // 32)), generator=random).to(torch.int32)
-    expected_last = Last(bits.clone(), torch.tensor([1, 0]), torch.tensor([0.25]))
-    last = Last(to(bits), to(torch.tensor([1, 0])), to(torch.tensor([0.25])))
+    expected_last = Last(bits.clone(), torch.tensor([1]), torch.tensor([0.25]))
+    last = Last(to(bits), to(torch.tensor([1])), to(torch.tensor([0.25])))
     scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    expected = both(
-        reference, scores.dense().cpu(), table, length, active, shape, shape.budget_pages, last=expected_last
-    )
+    dense = scores.dense().cpu()
+    expected = both(reference, dense, table, length, active, shape, shape.budget_pages, last=expected_last)
     got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, last=last)
-    assert torch.equal(got.pages.cpu(), expected.pages)
-    read = length % 2
-    for i, row in enumerate((1, 0)):
-        candidates = int(hi[i, 0] - lo[i, 0])
-        written, wanted = (x.bits.cpu()[row, 1 - read[i], 0] for x in (last, expected_last))
-        assert torch.equal(written[: candidates // 32], wanted[: candidates // 32])
-        assert torch.equal(last.bits.cpu()[row, read[i]], expected_last.bits[row, read[i]])
+    assert torch.equal(got.pages.cpu(), expected.pages) and torch.equal(got.predicted.cpu(), expected.predicted)
+    read, words = int(length) % 2, int(hi[0, 0] - lo[0, 0]) // 32
+    written, wanted = last.bits.cpu(), expected_last.bits
+    assert torch.equal(written[1, 1 - read, 0, :words], wanted[1, 1 - read, 0, :words])
+    assert torch.equal(written[1, read], wanted[1, read]) and torch.equal(written[0], bits[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -324,21 +323,28 @@ def test_one_row(engine):
     assert torch.equal(got.predicted.cpu(), expected.predicted)
 
 
-def test_predictions_go_to_rows_of_their_own(engine):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_predictions_go_to_rows_of_their_own(engine, rows):
     q, landmarks, table, length, active, shape = batch(
-        5, engine.device, [1500, 90, 0], 2, 2, 4, 64, torch.bfloat16, 16, 256
+        5, engine.device, [1500, 90, 0], rows, 2, 4, 64, torch.bfloat16, 16, 256
     )
     active[2] = False
-    lo, hi = bounds(shape, length, active, 2)
+    lo, hi = bounds(shape, length, active, rows)
     to = lambda t: t.to(engine.device)  # noqa: E731
     scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
-    alone = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    batch_of = to(table), to(length), to(active), shape, shape.budget_pages
+    alone = both(cuda, scores, *batch_of)
     store = torch.full((5, 3, 2, shape.budget_pages + 4), 7, dtype=torch.int32, device=engine.device)
-    rows = torch.tensor([4, 1, 0], device=engine.device)
-    kept = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages, (store[:, 1], rows))
+    places = torch.tensor([4, 1, 0], device=engine.device)
+    keep = store[:, 1], places
+    kept = both(cuda, scores, *batch_of, keep)
     assert kept.predicted is None and torch.equal(kept.pages, alone.pages)
-    assert torch.equal(store[rows, 1, :, : shape.budget_pages], alone.predicted)
-    store[rows, 1, :, : shape.budget_pages] = 7
+    assert torch.equal(store[places, 1, :, : shape.budget_pages], alone.predicted)
+    store[places, 1, :, : shape.budget_pages] = 7
+    if rows == 2:
+        for ops, given in ((cuda, scores), (reference, scores.dense())):
+            with pytest.raises(ValueError, match="kept by predict"):
+                ops.select(given, *batch_of, keep)
     assert bool((store == 7).all()), "something else was written"
 
 

@@ -2,7 +2,8 @@
 
 Nothing here waits for the device, and everything may be captured into a CUDA graph after one run outside it. Integer
 tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order;
-`gather` and `stage` only move bytes and may run on another stream.
+`gather` and `stage` only move bytes and may run on another stream, and so may `predict`, behind its `select` and up to
+the next `score`.
 
 Beyond the reference:
 * `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the
@@ -182,6 +183,8 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
     """
     args = _selecting(scores, length, active, shape, budget_pages, last)
     n, rows, heads, width = args.n, args.rows, args.heads, args.table_width
+    if rows == 2 and keep is not None:
+        raise ValueError("select: row 1's predictions are kept by predict")
     device = table.device
     table = contiguous(table, "table", torch.int32)
     if table.shape != (n, width):

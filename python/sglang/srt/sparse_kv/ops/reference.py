@@ -163,8 +163,11 @@ def select(scores, table, length, active, shape, budget_pages: int, keep=None, l
 
     keep: (int32 [rows, H, >= K], int64 [N]) takes each request's prediction into its row; rows of padded requests may
     repeat. last: what the request's step before selected, which counts for more, and beside it what this one selects.
-    A request shorter than shape.whole selects all of its candidates; predictions hold the best K all the same.
+    A request shorter than shape.whole selects all of its candidates; predictions hold the best K all the same. Raises
+    ValueError when R == 2 and there is a keep: that is for `predict`.
     """
+    if scores.shape[1] == 2 and keep is not None:
+        raise ValueError("select: row 1's predictions are kept by predict")
     whole = active & (length < shape.whole)
     rows, scores = scores.shape[1], scores[:, 0]
     if last is not None:
