@@ -1,4 +1,6 @@
-"""Steps that select every page: the CUDA engine, emulated and in a CUDA graph, against the reference."""
+"""Whole steps of the CUDA engine: of two rows, emulated, against the oracle; those that select every page, emulated and
+in a CUDA graph, against the reference.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 from sglang.srt.sparse_kv.step import DecodeStep
 from sglang.srt.sparse_kv.variants import Variant
+from sparse_rig import Rig, counters
 from test_attend import paged_attention
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 4, 64, 16
@@ -168,6 +171,29 @@ def test_steps_are_the_reference_s(engine, n, request):
         same(ours, expected, ours.run(), expected.run())
     missed, selected = expected.runtime.cache.counters[:, 2].sum(), expected.runtime.cache.counters[:, 0].sum()
     assert 0 < missed < selected
+
+
+@pytest.mark.parametrize("residency", ["all", [0]])
+def test_steps_of_two_rows_are_the_oracle_s(engine, residency, stand_in):
+    """And predictions and what is fetched of them are the reference's, in a cache that is tight."""
+    if not engine.small:
+        pytest.skip("the oracle's pages are on the CPU")
+    rigs = [Rig(seed=6, layers=4, pages=160, context=400, requests=2, residency=residency) for _ in range(2)]
+    for rig in rigs:
+        rig.runtime.apply_policy({"cache_slots": 2 * rig.runtime.shape.width + 4})
+        for req, length in ((1, 300), (2, 117)):
+            rig.start(req)
+            rig.extend({req: length})
+    rigs[0].runtime.ops = kernel_engine()
+    for turn in range(6):
+        engine.seed(turn)
+        for rig in rigs:
+            rig.decode([1, 2] if turn != 3 else [2])
+        ours, expected = (rig.runtime for rig in rigs)
+        assert torch.equal(ours.predicted, expected.predicted) and torch.equal(ours.selected, expected.selected)
+        assert torch.equal(ours.cache.counters, expected.cache.counters)
+    count = counters(rigs[0])
+    assert count["missed"] > 0 and count["prefetched"] > 0
 
 
 @pytest.fixture
