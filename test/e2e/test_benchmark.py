@@ -17,7 +17,7 @@ def test_the_benchmark_measures_a_running_server(sparse, demo_model, tmp_path, c
     output = tmp_path / "result.json"
     arguments = ["--model", demo_model, "--output", str(output), "--url", sparse.url, "--device", "cpu"]
     arguments += ["--variants", "sparse", "--lengths", "400", "--batches", "1", "2", "--policies", "default"]
-    arguments += ["on_demand", "--tokens", "16", "--warmup", "4", "--stream-interval", "2", "--temperature", "0"]
+    arguments += ["on_demand", "--tokens", "24", "--warmup", "4", "--stream-interval", "2", "--temperature", "0"]
     assert run.main(arguments) == 0
     after = server.state(sparse.url)["sparse_kv"]["policy"]
     assert after["prefetch"] is True, "a policy of the last cells stays with whatever comes next"
