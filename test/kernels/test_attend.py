@@ -175,6 +175,8 @@ def test_prefill_blocks(gpu, tokens, keys, causal, heads, dtype):
     out, lse = cuda.attend_block(queries, k.to(gpu), v.to(gpu), dim**-0.5, causal)
     assert float((out.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
     assert float((lse.cpu() - expected_lse).abs().max()) < 1e-2
+    alone, nothing = cuda.attend_block(queries, k.to(gpu), v.to(gpu), dim**-0.5, causal, alone=True)
+    assert nothing is None and float((alone.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
     both, both_lse = cuda.merge(out, lse, out * 2, lse + 1)
     wanted, wanted_lse = reference_attention.merge(expected, expected_lse, expected * 2, expected_lse + 1)
     assert float((both.cpu().float() - wanted).abs().max()) < 2 * TOLERANCE[dtype]
@@ -186,11 +188,11 @@ def test_prefill_blocks(gpu, tokens, keys, causal, heads, dtype):
         assert float((again.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
 
 
-def single_prefill(q, k, v, causal, kv_layout, sm_scale, return_lse, backend):
+def single_prefill(q, k, v, causal, kv_layout, sm_scale, backend, return_lse=False):
     """What FlashInfer's function of that name computes: [T, Hq, D], [B, H, D] each; lse float32 [T, Hq] to base 2."""
-    assert kv_layout == "NHD" and return_lse and backend in ("auto", "fa2")
+    assert kv_layout == "NHD" and backend in ("auto", "fa2")
     out, lse = reference_attention.attend_block(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale, causal)
-    return out, lse / math.log(2)
+    return (out, lse / math.log(2)) if return_lse else out
 
 
 @pytest.mark.parametrize(("tokens", "backend"), [(1, "fa2"), (128, "fa2"), (129, "auto"), (1000, "auto")])

@@ -42,13 +42,13 @@ class Disturbed(StreamTransfer):
         super().__init__(device)
         self.random = torch.Generator().manual_seed(seed)
 
-    def _beside(self, side, work, ready=None):
+    def _beside(self, side, work, ready=None, done=None):
         def late():
             if torch.rand((), generator=self.random) < 0.5:
                 torch.cuda._sleep(int(torch.randint(400_000, (), generator=self.random)))
             return work()
 
-        return super()._beside(side, late, ready)
+        return super()._beside(side, late, ready, done)
 
 
 def live(
