@@ -92,7 +92,6 @@ class Prefill:
             logger.info("Kernels bring prefixes from host memory: lists of copies need CUDA 12.8 and a driver for it")
         self.step: PrefillStep | None = None
         self._staged = 0  # blocks sent on their way in this forward, over all layers
-        self._plans: list[object] = [None, None]  # of both slots, kept alive until the next one's
         self._leaving: tuple[torch.Tensor, ...] = ()  # kept alive while it is on its way to host and cache
         if device.type == "cuda":
             from sglang.srt.sparse_kv.ops.attend import prepare_prefill
@@ -103,6 +102,7 @@ class Prefill:
     def begin(self, req_to_token, req, prefix_lens: list[int], extend_lens: list[int], loc: torch.Tensor) -> None:
         """req_to_token int32 [slots, context]; req int [N]; loc int [T] host slots of the batch's tokens."""
         runtime = self.runtime
+        runtime.transfer.join_all()  # what a forward that broke off has left: its plans' memory is free from here on
         runtime.reset_requests(req)
         runtime.note_prefill(prefix_lens, extend_lens)
         page_size = runtime.geometry.page_size
@@ -239,9 +239,6 @@ class Prefill:
         else:
             begin, end = partial(stage, parts="resident"), partial(stage, parts="missing")
             runtime.transfer.relay(("staging", slot), begin, self.landing.legs(view, plan, target, due), end)
-        # In place of that of a forward before, whose memory is the next edit's: that comes after this one, and this one
-        # waits until the old is moved.
-        self._plans[slot] = plan
 
     def _place(self, block: Block, slot: int) -> Place:
         staging, tokens = self.staging[slot], block.tokens
