@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -209,3 +210,18 @@ def test_whatever_the_order_of_streams_each_kernel_finds_its_data(broken, monkey
             assert kernels.ran == kernels.launched
             landings += next(kernels.lands)
     assert landings > 1000
+
+
+def test_a_piece_lands_while_the_one_before_it_is_taken_away(monkeypatch):
+    """Whichever blocks land: here one piece a block, and every second block, so always for the same staging slot."""
+    streams = Streams(monkeypatch)
+    transfer, landed = StreamTransfer(torch.device("cpu")), []
+    for number in range(4):
+        leg = partial(streams.launch, partial(landed.append, number)), partial(streams.launch, lambda: None)
+        transfer.relay(("staging", 0), lambda: None, [leg], lambda: None)
+        if number == 0:
+            streams.run(random.Random(0))
+    streams.run(random.Random(0), held=[transfer.streams["prefix"]])
+    assert landed == [0, 1, 2], "two places: the last waits for the second leg of the second"
+    streams.run(random.Random(0))
+    assert landed == [0, 1, 2, 3]

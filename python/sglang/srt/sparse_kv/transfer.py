@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 from abc import ABC, abstractmethod
@@ -266,6 +267,7 @@ class StreamTransfer(Transfer):
         self.landed: dict[Hashable, torch.cuda.Event] = {}
         # Of prefills, which no graph captures: a wait keeps what was recorded until then, so events serve again.
         self._events: dict[Hashable, torch.cuda.Event] = {}
+        self._ends = itertools.cycle([torch.cuda.Event(), torch.cuda.Event()])  # of the second legs of all lanes
         self._known: dict[int, torch.cuda.Stream] = {}  # streams by their handles
 
     def submit(self, lane: Hashable, copy: Copy, urgent: bool = False, way: Way = "ahead") -> None:
@@ -284,7 +286,7 @@ class StreamTransfer(Transfer):
         side, ready, self.edited = self.streams["prefix"], self.edited, None
         here = self._here()
         _, done = self._beside(side, begin, ready, self._event("begun"))
-        for number, (first, second) in enumerate(legs):
+        for first, second in legs:
             if len(self.seconds) == 2:
                 self.link.wait_event(self.seconds[0])
             elif not self.seconds:
@@ -296,8 +298,7 @@ class StreamTransfer(Transfer):
                 torch.cuda.set_stream(here)
             landed = self._event("landed")
             landed.record(self.link)
-            # Of each lane's own, and of so many that the last two of all are never among those recorded anew.
-            _, done = self._beside(side, second, landed, self._event((lane, number % 3)))
+            _, done = self._beside(side, second, landed, next(self._ends))
             self.seconds.append(done)
         _, self.landed[lane] = self._beside(side, end, done, self._event(lane))
 
