@@ -13,6 +13,7 @@ from layers import copied, copy_of, make_layer, random_selection, same_fetch, sa
 from sglang.srt.sparse_kv.landing import runs_of
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.attend import Inputs
+from sglang.srt.sparse_kv.ops.launching import inner_contiguous
 from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import PlainTransfer, StreamTransfer
@@ -235,6 +236,38 @@ def test_store_chunk(engine, page_size, dim, dtype):
             torch.cuda.synchronize()
         assert torch.equal(view.host, expected.host)
         same_landmarks(view.landmarks, expected.landmarks)
+
+
+@pytest.mark.parametrize("case", ["elsewhere in a row", "rows together", "not aligned", "dimensions apart"])
+def test_what_is_kept_of_a_chunk_holds_for_the_next_layer(engine, case):
+    """Keys of the next layer that lie otherwise are found where they lie."""
+    tokens, heads, dim, dtype = 20, 2, 64, torch.float16
+    random = torch.Generator().manual_seed(0)
+    loc = torch.arange(tokens, device=engine.device) + 3 * 16 + 5
+    begun, filled = torch.tensor([4], device=engine.device), torch.tensor([9], device=engine.device)
+    memo: dict = {}
+    for layer in range(3):
+        view = make_layer(layer, engine.device, heads, 8, 40, 16, dim, dtype)
+        expected = copy_of(view)
+        rows = torch.randn((tokens, 3 * heads, dim), generator=random).to(engine.device, dtype)
+        k, v = rows[:, :heads], rows[:, heads : 2 * heads]
+        if layer == 1 and case == "elsewhere in a row":
+            k, v = v, rows[:, 2 * heads :]
+        if case == "not aligned" or (layer == 1 and case == "rows together"):
+            k = k.contiguous()
+        if layer == 1 and case == "not aligned":
+            k = torch.cat([rows.flatten()[:1], k.flatten()])[1:].view(k.shape)
+            assert inner_contiguous(k, "k").data_ptr() % 16 == 0 < k.data_ptr() % 16
+        if layer == 1 and case == "dimensions apart":
+            k = k.transpose(1, 2).contiguous().transpose(1, 2)
+        reference_prefill.store_chunk(expected, k.cpu(), v.cpu(), loc.cpu(), layer != 1)
+        reference_prefill.refresh(expected, k.cpu(), v.cpu(), loc.cpu(), begun.cpu(), filled.cpu())
+        cuda_prefill.store_chunk(view, k, v, loc, layer != 1, memo=memo)
+        cuda_prefill.refresh(view, k, v, loc, begun, filled, memo=memo)
+        assert memo["chunk"].k % 16 == 0, "kernels read 16 bytes at a time"
+        ours = copy_of(view)
+        assert torch.equal(ours.host, expected.host)
+        assert torch.equal(ours.kv, expected.kv) and torch.equal(ours.slot_of, expected.slot_of)
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

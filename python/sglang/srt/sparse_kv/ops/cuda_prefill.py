@@ -145,9 +145,12 @@ def _chunk(view: LayerView, k, v, loc, through: bool, memo: dict[str, Any] | Non
         args = memo["chunk"]
         args.k, args.v, args.through = k.data_ptr(), v.data_ptr(), int(through)
         return args
-    k, v = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
-    args = abi.Chunk(pointer(k), pointer(v), k.stride(0), v.stride(0), ints(loc, "loc"), k.shape[0], int(through))
-    if memo is not None and (k.stride(), v.stride()) == strides:  # nothing was copied
+    keys, values = inner_contiguous(k, "k", view.kv.dtype), inner_contiguous(v, "v", view.kv.dtype)
+    lying = pointer(keys), pointer(values), keys.stride(0), values.stride(0)
+    args = abi.Chunk(*lying, ints(loc, "loc"), k.shape[0], int(through))
+    if keys is not k or values is not v:
+        args.held = keys, values  # copies
+    elif memo is not None:
         memo["strides"], memo["chunk"] = strides, args
     return args
 

@@ -40,7 +40,7 @@ def inner_contiguous(tensor: torch.Tensor, name: str, dtype: torch.dtype | None 
         return tensor.contiguous()
     size = tensor.element_size()
     aligned = tensor.data_ptr() % 16 == 0 and tensor.stride(0) * size % 16 == 0
-    return tensor if tensor[0].is_contiguous() and aligned else tensor.contiguous()
+    return tensor if tensor[0].is_contiguous() and aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def ints(tensor: torch.Tensor | None, name: str) -> abi.Ints:
