@@ -79,6 +79,19 @@ def test_plans_serve_from_layer_to_layer(engine, transfer, lands, monkeypatch):
             same_caches(*(rig.runtime for rig in rigs))
 
 
+def test_plans_of_many_blocks_share_the_memory_of_two(engine):
+    if engine.device.type == "cuda":
+        pytest.skip("the rig lives on the CPU")
+    rig = small_blocks(Rig(seed=3, layers=4, pages=90, context=300, requests=1), 3)
+    rig.runtime.ops = SimpleNamespace(**OURS, **ATTENTION)
+    rig.prefill.landing = None
+    rig.start(1)
+    rig.extend({1: 23 * PAGE})
+    rig.extend({1: 5})
+    held = {plan.memory.data_ptr() for place in rig.prefill.step.places.values() for plan in place.plans.values()}
+    assert len(rig.prefill.step.blocks) == 8 and len(held) == 2
+
+
 def guessed(random: torch.Generator, heads: int, views, pages) -> torch.Tensor:
     """A layer lacks nothing, some pages or all, as `absent` says it, but may say it wrongly."""
     share = torch.tensor([0.0, 0.5, 1.0])[torch.randint(3, (len(views), 1), generator=random)]

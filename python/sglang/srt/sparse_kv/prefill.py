@@ -76,6 +76,7 @@ class PrefillStep:
     loc: torch.Tensor  # int [T] host slots of the batch's tokens
     absent: Absent | None = None  # what the cache lacks of the blocks, where the host asked
     places: dict[tuple[int, int], Place] = field(default_factory=dict)  # by block and staging slot
+    plans: dict[int, Any] = field(default_factory=dict)  # the last in each staging slot
     memo: dict[str, Any] = field(default_factory=dict)  # of the operations on the chunk
 
 
@@ -222,7 +223,8 @@ class Prefill:
         # What left the cache since the host asked is brought all the same, but need not have a slot.
         keeps = layer not in runtime.cache.scoped and not (absent is not None and absent.none(layer, block.part))
         due = absent.due(layer, block.part) if absent is not None else None
-        plan = place.plans[keeps] = runtime.transfer.edit(
+        again = place.plans.get(keeps, step.plans.get(slot))  # attention to what it staged comes before
+        plan = place.plans[keeps] = step.plans[slot] = runtime.transfer.edit(
             partial(
                 ops.plan_stage,
                 view,
@@ -230,7 +232,7 @@ class Prefill:
                 block.page_tokens,
                 runtime.clock_prefix if keeps else None,
                 None if due is None else due.on_device,
-                place.plans.get(keeps),
+                again,
             )
         )
         stage = partial(ops.stage, view, plan, target)

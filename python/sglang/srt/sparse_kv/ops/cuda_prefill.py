@@ -66,35 +66,45 @@ class StagePlan:
     install: Any  # what takes slots, or None
     work: Any
     pages: int
-    held: tuple[torch.Tensor | None, ...]
+    of: tuple[torch.Tensor | None, ...]  # pages, tokens, step
+    memory: torch.Tensor  # int32, of all that args and install write
     due: torch.Tensor | None = None
     target: torch.Tensor | None = None  # that args name
 
 
 def plan_stage(view: LayerView, pages, tokens=None, step=None, due=None, again: StagePlan | None = None) -> StagePlan:
     """As reference_prefill.plan_stage, in one call."""
-    device = view.kv.device
-    plan = _new_plan(view, pages, tokens, step) if again is None else again
+    device, of = view.kv.device, (pages, tokens, step)
+    if again is not None and all(mine is theirs for mine, theirs in zip(again.of, of, strict=True)):
+        plan = again
+    else:
+        plan = _new_plan(view, of, None if again is None else again.memory)
     plan.due, plan.args.due = due, pointer(due)
     launch("plan_stage", device, view_of(view), plan.work, plan.install, plan.args)
     return plan
 
 
-def _new_plan(view: LayerView, pages, tokens, step) -> StagePlan:
+def _new_plan(view: LayerView, of, memory: torch.Tensor | None) -> StagePlan:
+    pages, tokens, step = of
     heads, count, device = view.kv.shape[0], pages.shape[0], view.kv.device
-    install, fetch = (None, None) if step is None else entering(view, pages, tokens, step)
-    scratch = torch.empty(1 + 2 * count * heads, dtype=torch.int32, device=device)
-    missing = scratch.data_ptr()
+    units = heads * count
+    if memory is None or memory.numel() < 4 + 6 * units:
+        memory = torch.empty(4 + 6 * units, dtype=torch.int32, device=device)
+    # Two counts; what takes slots, 16 bytes a unit; slots; the list of what is missing.
+    start = memory.data_ptr()
+    install = None
+    if step is not None:
+        install, _ = entering(view, pages, tokens, step)
+        install.count, install.units = start + 4, start + 16
     args = abi.Stage(
         pages=ints(pages, "pages"),
         tokens=ints(tokens, "tokens"),
-        missing=missing,
-        slots=missing + 4,
-        list=missing + 4 + 4 * count * heads,
+        missing=start,
+        slots=start + 16 + 16 * units,
+        list=start + 16 + 20 * units,
         count=count,
     )
-    held = pages, tokens, scratch, *((fetch.units, fetch.count) if fetch is not None else ())
-    return StagePlan(args, install, workspace(device).work(heads, max(count, 1)), count, held)
+    return StagePlan(args, install, workspace(device).work(heads, max(count, 1)), count, of, memory)
 
 
 def stage(

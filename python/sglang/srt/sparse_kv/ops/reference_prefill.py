@@ -42,8 +42,8 @@ class StagePlan:
 def plan_stage(view: LayerView, pages: torch.Tensor, tokens=None, step=None, due=None, again=None) -> StagePlan:
     """Looks up where the units of a prefix's pages, int [M], are. With a step, those that are not resident take slots
     with stamp < step, as far as slots reach, where decode will find them; tokens int [M] of each page, None when all
-    are full. due: uint8 [M], nonzero for pages that land; None: none does. again: a plan of another layer, of the same
-    pages, tokens and step, whose copies are over: its memory may serve. Edits tables only: `stage` moves.
+    are full. due: uint8 [M], nonzero for pages that land; None: none does. again: a plan whose copies are over:
+    its memory may serve, and all of it where pages, tokens and step are the same. Edits tables only: `stage` moves.
     """
     slots = view.slot_of[:, pages.long()].T.long()
     resident = int((slots >= 0).sum())
