@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -75,9 +76,7 @@ class Server:
 
     def _start(self, environment: dict[str, str], say: Callable[[str], None]) -> None:
         wait_for_gpus(say)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         say(f"starting {shlex.join(self.command)}")
         with self.log.open("w") as output:
@@ -259,6 +258,15 @@ def info(url: str) -> dict[str, Any]:
     reply = requests.get(f"{url}/server_info", timeout=60)
     reply.raise_for_status()
     return reply.json()
+
+
+def free_port() -> int:
+    """Below those that the system gives to connections: one of them could take it while the server loads."""
+    for port in random.SystemRandom().sample(range(15000, 32000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports between 15000 and 32000 is free")
 
 
 def state(url: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ import requests
 import tiny_models
 from filelock import FileLock, Timeout
 from sglang.srt.sparse_kv.policy import NAMED
+
+from benchmark.serving.server import free_port
 
 START_TIMEOUT = 300  # seconds; a start takes about 25 on two cores
 ASK_TIMEOUT = 600
@@ -114,12 +115,6 @@ class Answer:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Server:
     """One running server. Every request is greedy unless told otherwise."""
 
@@ -149,8 +144,11 @@ class Server:
         start = time.monotonic()
         while True:
             self.check_alive()
-            if "The server is fired up" in self.log():
+            log = self.log()
+            if "The server is fired up" in log:
                 return
+            if "error while attempting to bind" in log:  # and goes on without anybody to hear
+                raise RuntimeError(f"{self.name} did not get port {self.port}:\n{self.log_tail()}")
             if time.monotonic() - start > START_TIMEOUT:
                 raise TimeoutError(f"{self.name} was not ready after {START_TIMEOUT} s:\n{self.log_tail()}")
             time.sleep(0.5)

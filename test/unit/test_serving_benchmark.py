@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -331,6 +332,18 @@ def test_memory_is_watched_on_each_gpu(monkeypatch):
         time.sleep(0.01)
     watch.stop()
     assert watch.peaks == [300 << 20, 101 << 20] and watch.source == "process"
+
+
+def test_a_port_is_free_and_none_that_connections_get(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", server.free_port()))
+        port = taken.getsockname()[1]
+        assert 15000 <= port < 32000
+        draws = [[port, port + 1], [port]]
+        monkeypatch.setattr(server.random.SystemRandom, "sample", lambda self, ports, count: draws.pop(0))
+        assert server.free_port() == port + 1
+        with pytest.raises(RuntimeError, match="none of 100 ports"):
+            server.free_port()
 
 
 def test_earlier_files_are_merged(tmp_path):
