@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from benchmark.corpus import Corpus, plain_tokenizer
 from benchmark.serving import options, policies, server
 from benchmark.serving.client import first_tokens, run_streams, window_of
@@ -45,7 +47,6 @@ class Benchmark:
         self.options, self.record = chosen, record
         self.corpus = Corpus(chosen.text, chosen.seed)
         self.start = time.monotonic()
-        self.switched = False  # whether a policy of the server was
         self._tokenizer: Any = None
 
     # ------------------------------------------------------------------ running
@@ -127,9 +128,12 @@ class Benchmark:
         try:
             self._measure_lengths(variant, url, running, started, sparse)
         finally:
-            if self.switched and sparse:
+            if sparse and self.options.policies != ["default"]:
                 # What comes next takes the server's policy for that of its start.
-                policies.switch(url, "default", sparse["policy"])
+                try:
+                    policies.switch(url, "default", sparse["policy"])
+                except (policies.PolicyRefused, requests.RequestException) as error:  # why it ended is told beside
+                    say(f"the server keeps its last policy: {error}")
 
     def _measure_lengths(
         self,
@@ -220,7 +224,6 @@ class Benchmark:
         o = self.options
         if sparse and (len(o.policies) > 1 or cell["policy"] != "default"):
             try:
-                self.switched = True
                 policies.switch(url, cell["policy"], sparse["policy"])
             except policies.PolicyRefused as refused:
                 say(f"{cell['policy']}: {refused}")

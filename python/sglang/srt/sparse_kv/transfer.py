@@ -274,13 +274,10 @@ class StreamTransfer(Transfer):
         if urgent:
             copy()
             return
-        if way == "ahead":
-            _, self.landed[lane] = self._beside(self.streams[way], copy)
-            return
-        ready = None
+        ready, done = None, None if way == "ahead" else self._event(lane)
         if way == "prefix":
             ready, self.edited = self.edited, None
-        _, self.landed[lane] = self._beside(self.streams[way], copy, ready, self._event(lane))
+        _, self.landed[lane] = self._beside(self.streams[way], copy, ready, done)
 
     def relay(self, lane: Hashable, begin: Copy, legs: Iterable[tuple[Copy, Copy]], end: Copy) -> None:
         side, ready, self.edited = self.streams["prefix"], self.edited, None
