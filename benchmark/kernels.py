@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from sglang.srt.sparse_kv import transfer as transfer_module
@@ -230,7 +231,6 @@ def bench_chain() -> None:
             for i, view in enumerate(views):
                 x @ weights[i % 3]
                 with transfer.branch():
-                    plan = Prefetch(views[i - 1], predicted[:, i - 1], batch.clock, cap, batch.table, closed, rows)
                     kept = cuda.append(
                         view,
                         batch.k[:, 0],
@@ -239,8 +239,12 @@ def bench_chain() -> None:
                         batch.offset,
                         batch.active,
                         batch.clock,
-                        beside=[plan] if i else [],
                     )
+                if i:
+                    plan = Prefetch(views[i - 1], predicted[:, i - 1], batch.clock, cap, batch.table, closed, rows)
+                    with transfer.along():
+                        cuda.plan_prefetches([plan])
+                        transfer.submit(i, partial(cuda.gather, plan.view, plan.fetch))
                 found = cuda.score(batch.q, view.landmarks, batch.table, batch.lo, batch.hi, SCALE)
                 chosen = cuda.select(
                     found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, last=batch.selected
@@ -252,6 +256,7 @@ def bench_chain() -> None:
                 cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
                 transfer.join_branch()
                 del kept
+            transfer.join_all()
 
         alone = timed(products, per=layers)
         for kind in transfers:

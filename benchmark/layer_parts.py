@@ -1,5 +1,6 @@
 """What each operation of a decode step's layer adds to it: score, select, resolve, attention with row 1's own token,
-what row 1 predicts and the append with a prefetch, each on a branch, in the shape of benchmark/kernels.py but float16.
+what row 1 predicts, the append and the plan of a prefetch, each on a branch, in the shape of benchmark/kernels.py but
+float16.
 
     python -m benchmark.layer_parts [--json FILE] [LIBRARY ...]
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ CASES = [
     (4, 8192),
     (8, 8192),
 ]  # requests, pages of a table; 0: what the length needs
-PARTS = ("score", "select", "resolve", "attend", "predict", "append")
+PARTS = ("score", "select", "resolve", "attend", "predict", "append", "plan")
 LAYERS = 8
 
 
@@ -67,10 +69,13 @@ class Layers:
         inputs = cuda.attend_inputs(b.q, view, b.last, shape.width, scale)
         if "append" in parts:
             with self.transfer.branch():
-                before = self.views[i - 1], self.predicted[:, i - 1], b.clock, self.cap, b.table, self.closed, self.rows
-                beside = [Prefetch(*before)] if i else []
                 token = b.k[:, 0], b.v[:, 0], b.page, b.offset, b.active, b.clock
-                cuda.append(view, *token, through=False, beside=beside)
+                cuda.append(view, *token, through=False)
+        if "plan" in parts and i:
+            with self.transfer.along():
+                before = self.views[i - 1], self.predicted[:, i - 1], b.clock, self.cap, b.table, self.closed, self.rows
+                cuda.plan_prefetches([plan := Prefetch(*before)])
+                self.transfer.submit(i, partial(cuda.gather, plan.view, plan.fetch))
         scores = cuda.score(b.q, view.landmarks, b.table, b.lo, b.hi, scale, inputs)
         if "select" not in parts:
             return
@@ -86,6 +91,8 @@ class Layers:
         if "attend" in parts:
             cuda.attend(b.q, b.k[:, 1], b.v[:, 1], view, slots, chosen.num_pages, b.last, scale, inputs)
         self.transfer.join_branch()
+        if i == LAYERS - 1:
+            self.transfer.join_all()
 
 
 def measure(n: int, table: int, libraries: list[Path | None], host: torch.Tensor, transfer: StreamTransfer):

@@ -33,6 +33,7 @@ OURS = {
     "close_pages": TABLE,
     "resolve": TABLE,
     "plan_prefetch": TABLE,
+    "plan_prefetches": TABLE,
     "clear": TABLE,
     "gather": AHEAD,
     "attend_inputs": ATTENTION,

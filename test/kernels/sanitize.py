@@ -37,9 +37,10 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     others = [make_layer(seed, gpu, heads, 88, pages, page_size, dim, dtype) for seed in (1, 2)]
     store = random_selection(4, 5, heads, shape.budget_pages, max_pages).to(gpu)
     index = torch.tensor([4, 0, 2], device=gpu)
-    beside = [Prefetch(other, store, clock, cap, table, length // page_size, index) for other in others]
-    cuda.append(view, k[:, 0], v[:, 0], page, length % page_size, active, clock, beside=beside)
-    for plan in beside:
+    plans = [Prefetch(other, store, clock, cap, table, length // page_size, index) for other in others]
+    cuda.append(view, k[:, 0], v[:, 0], page, length % page_size, active, clock)
+    cuda.plan_prefetches(plans)
+    for plan in plans:
         cuda.gather(plan.view, plan.fetch)
         copied(plan.view, plan.fetch)
     lo, hi = shape.candidate_bounds(length[:, None] + torch.arange(rows, device=gpu))

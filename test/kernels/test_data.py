@@ -133,7 +133,7 @@ def test_write_token_refuses_two_rows(engine):
 
 @pytest.mark.parametrize("plans", [1, 2])
 def test_prefetches_beside_an_append(engine, plans):
-    """One launch edits three tables as three calls would."""
+    """One launch edits other layers' tables as a call for each would, while an append's scratch is in use."""
     heads, n = 3, 4
     to = lambda t: t.to(engine.device)  # noqa: E731
     for seed in range(3):
@@ -152,10 +152,12 @@ def test_prefetches_beside_an_append(engine, plans):
         )
         before, expected = [copy_of(x) for x in (view, *others)], [copy_of(x) for x in (view, *others)]
         on_cpu = [Prefetch(x, store, step - i, cap, table, closed, index) for i, x in enumerate(expected[1:])]
-        reference.append(expected[0], k, v, page, offset, active, step, reference.gather, beside=on_cpu)
+        reference.append(expected[0], k, v, page, offset, active, step, reference.gather)
+        reference.plan_prefetches(on_cpu)
         there = [to(t) for t in (cap, table, closed, index)]
         ours = [Prefetch(x, to(store), to(step - i), *there) for i, x in enumerate(others)]
-        cuda.append(view, k_dev, v_dev, to(page), to(offset), to(active), to(step), beside=ours)
+        cuda.append(view, k_dev, v_dev, to(page), to(offset), to(active), to(step))
+        cuda.plan_prefetches(ours)
         workspace(engine.device).check()
         for got, wanted, was in zip((view, *others), expected, before, strict=True):
             same_tables(got, wanted, was)
@@ -170,10 +172,12 @@ def test_prefetches_beside_an_append(engine, plans):
 def test_no_more_prefetches_than_a_launch_holds(engine):
     view = make_layer(0, engine.device)
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
-    k = torch.zeros((1, 2, 64), dtype=torch.bfloat16, device=engine.device)
-    plan = Prefetch(view, torch.full((1, 2, 3), -1, dtype=torch.int32, device=engine.device), ints(STEP), ints(1))
-    with pytest.raises(ValueError, match="at most 2"):
-        cuda.append(view, k, k, ints(1), ints(0), ints(1).bool(), ints(STEP), beside=[plan] * 3)
+    none = lambda heads: torch.full((1, heads, 3), -1, dtype=torch.int32, device=engine.device)  # noqa: E731
+    plan = Prefetch(view, none(2), ints(STEP), ints(1))
+    other = Prefetch(make_layer(1, engine.device, 3), none(3), ints(STEP), ints(1))
+    for plans, heads in (([], r"\[\]"), ([plan] * 3, r"\[2, 2, 2\]"), ([plan, other], r"\[2, 3\]")):
+        with pytest.raises(ValueError, match=f"one or two of layers with as many heads, got layers with {heads} heads"):
+            cuda.plan_prefetches(plans)
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

@@ -39,7 +39,7 @@ class LayerStep:
         self.active = torch.ones(n, dtype=torch.bool, device=gpu)
         self.clock = torch.full((1,), 50, dtype=torch.int32, device=gpu)
         self.cap = torch.full((1,), 6, dtype=torch.int32, device=gpu)
-        # Another layer, whose prefetch is planned beside the append.
+        # Another layer, whose prefetch is planned beside this one's selection.
         self.other = make_layer(seed + 1, gpu, HEADS, n * (SHAPE.width + 2) + 40, pages, PAGE, DIM, torch.float16)
         self.predicted = torch.full((n + 1, HEADS, SHAPE.budget_pages), -1, dtype=torch.int32, device=gpu)
         self.rows = torch.arange(1, n + 1, device=gpu)
@@ -65,8 +65,9 @@ class LayerStep:
                 self.length % PAGE,
                 self.active,
                 self.clock,
-                beside=[plan],
             )
+        with self.transfer.along():
+            cuda.plan_prefetches([plan])
             self.transfer.submit(0, lambda: cuda.gather(self.other, plan.fetch))
         scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
         chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, last=self.last)

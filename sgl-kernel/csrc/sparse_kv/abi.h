@@ -35,7 +35,7 @@ struct SkvView {
   int64_t dtype;
 };
 
-// Tables that one launch may edit: that of an append, and of two prefetches beside it.
+// Tables that may be edited at a time: that of an append, then of a resolve, and of two prefetches beside them.
 constexpr int64_t SKV_JOBS = 3;
 // Heads whose misses are moved by several blocks each.
 constexpr int64_t SKV_MOST_HEADS = 64;

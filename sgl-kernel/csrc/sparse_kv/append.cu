@@ -1,9 +1,7 @@
 // Row 0's token: its open unit made resident, K/V written to the slot and through to the host, landmark at page close.
 #include "landmark.cuh"
 #include "mover.cuh"
-#include "prefetch.cuh"
-
-#include <utility>
+#include "tables.cuh"
 
 namespace skv {
 
@@ -39,24 +37,13 @@ __device__ __forceinline__ void close_one(const SkvView& view, const SkvAppend& 
   });
 }
 
-// Prefetches of other layers, planned by blocks of the same launch: as other tables, they are nobody's neighbours, and
-// beside an append they take no time.
-struct Beside {
-  SkvView view[SKV_JOBS - 1];
-  SkvResolve request[SKV_JOBS - 1];
-};
-
 __global__ void __launch_bounds__(kMaxThreads, 1)
     append_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvWork work,
-                  const __grid_constant__ SkvAppend args, const __grid_constant__ Beside beside) {
+                  const __grid_constant__ SkvAppend args) {
   __shared__ TableScratch scratch;
   begin_tally(scratch);
   wait_for_previous_kernel();
-  int head = blockIdx.x % static_cast<int>(view.heads), job = blockIdx.x / static_cast<int>(view.heads);
-  if (job > 0) {
-    plan_head(beside.view[job - 1], work, beside.request[job - 1], head, job, scratch);
-    return;
-  }
+  int head = static_cast<int>(blockIdx.x);
   SkvResolve request{};
   request.pages = args.page;
   request.tokens = args.offset;
@@ -129,19 +116,8 @@ __global__ void close_pages_kernel(const __grid_constant__ SkvView view, const _
 
 using namespace skv;
 
-// The prefetches are optional, the second only with the first.
-SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvAppend* args, const SkvView* first_view,
-                          const SkvResolve* first, const SkvView* second_view, const SkvResolve* second,
-                          const Launch* where) {
-  Beside beside{};
-  unsigned jobs = 1;
-  for (auto [other, request] : {std::pair{first_view, first}, std::pair{second_view, second}}) {
-    if (request == nullptr) break;
-    beside.view[jobs - 1] = *other;
-    beside.request[jobs - 1] = *request;
-    ++jobs;
-  }
-  return launch(*where, append_kernel, dim3(jobs * view->heads), kMaxThreads, 0, *view, *work, *args, beside);
+SKV_EXPORT int skv_append(const SkvView* view, const SkvWork* work, const SkvAppend* args, const Launch* where) {
+  return launch(*where, append_kernel, dim3(view->heads), kMaxThreads, 0, *view, *work, *args);
 }
 
 SKV_EXPORT int skv_write_token(const SkvView* view, const SkvAppend* args, const Launch* where) {

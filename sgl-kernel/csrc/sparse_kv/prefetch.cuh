@@ -1,12 +1,8 @@
-// Planning of a prefetch by one block per kv head: alone, or beside another layer's append in one launch.
+// Planning of a prefetch by one block per kv head: alone, or with another layer's in one launch.
 #pragma once
 #include "tables.cuh"
 
 namespace skv {
-
-__device__ __forceinline__ int* list_of(const SkvView& view, const SkvWork& work, int job, int head) {
-  return work.list + (job * view.heads + head) * work.list_width;
-}
 
 // Enters the predicted units of one head that are not resident. All threads of the block call it, after begin_tally.
 __device__ __forceinline__ void plan_head(const SkvView& view, const SkvWork& work, const SkvResolve& request, int head,

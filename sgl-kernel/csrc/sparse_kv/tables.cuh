@@ -129,6 +129,10 @@ __device__ __forceinline__ int find_bin(TableScratch& scratch, int wanted) {
   return total;
 }
 
+__device__ __forceinline__ int* list_of(const SkvView& view, const SkvWork& work, int job, int head) {
+  return work.list + (job * view.heads + head) * work.list_width;
+}
+
 // Adds a head's units to its job's and returns the row of the first of them; one thread of each of the job's blocks calls
 // it, once. The last block publishes the number of units and leaves the cursor as the next call expects it.
 __device__ __forceinline__ int take_rows(const SkvView& view, const SkvWork& work, const SkvResolve& request, int job,

@@ -64,9 +64,9 @@ def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, sca
     view = runtime.cache.views[layer]
     # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
     # token lets row 1, one position ahead, look at it.
-    with runtime.transfer.branch() if shape.window > 1 else contextlib.nullcontext():
+    branches = shape.window > 1
+    with runtime.transfer.branch() if branches else contextlib.nullcontext():
         schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
-        due = schedule.due(layer, step)
         ops.append(
             view,
             k,
@@ -77,9 +77,10 @@ def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, sca
             runtime.clock,
             lambda target, fetch: schedule.fetch_now(layer, target, fetch),
             through=not runtime.policy.skip_write_through,
-            beside=[plan for _, plan in due],
         )
-        schedule.start(due)
+    # Other layers' tables: nothing waits for them but their fetches, which are over before those layers begin.
+    with runtime.transfer.along() if branches else contextlib.nullcontext():
+        schedule.fetch_ahead(layer, step)
     scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
     keep = (runtime.predicted[:, layer], step.req)
     last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)

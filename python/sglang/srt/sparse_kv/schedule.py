@@ -2,10 +2,9 @@
 
 Resident layers: the guide row of step t predicts, layer by layer, the selection of step t+1. The first layers, which
 have none before them to hide in, fetch it early, under the rest of step t; the last ones late, under the first layers
-of step t+1. How many are late the plan says, by the number of requests (`lookahead.py`). Tables are edited beside the
-append of another layer, one launch for both: planning a prefetch then takes no time of its own. Scoped layers: layer
-j+2's buffer is filled when layer j's attention ends. What the true selection still misses is fetched at once and waited
-for.
+of step t+1. How many are late the plan says, by the number of requests (`lookahead.py`). Tables are edited while
+another layer looks its own pages up: few blocks run then, and nothing waits for these. Scoped layers: layer j+2's
+buffer is filled when layer j's attention ends. What the true selection still misses is fetched at once and waited for.
 
 A step of one row that was chosen because all pages fit the cache fetches nothing ahead (`variants.py`).
 
@@ -59,26 +58,24 @@ class Schedule:
     def before_layer(self, layer: int) -> None:
         self.runtime.transfer.join(self.runtime.cache.lanes[layer])
 
-    def due(self, layer: int, step: DecodeStep) -> list[tuple[int, Prefetch]]:
-        """Prefetches to plan beside the append of `layer`, with their layers, the most urgent first: of a late one for
-        this step, and of the layer before it for the next.
+    def fetch_ahead(self, layer: int, step: DecodeStep) -> None:
+        """Plans and starts what is due once `layer` has its token: a late prefetch for this step, then that of the
+        layer before it for the next.
         """
         runtime = self.runtime
         if not runtime.fetches_ahead:
-            return []
-        found = []
+            return
+        due = []
         late = self._first_late + layer
         if layer < late < runtime.geometry.num_layers and late not in runtime.cache.scoped:
-            found.append((late, self._plan(late, step, runtime.clock_before, LATE)))
+            due.append((late, self._plan(late, step, runtime.clock_before, LATE)))
         if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
-            found.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
-        return found
-
-    def start(self, due: list[tuple[int, Prefetch]]) -> None:
-        """Starts the transfers of prefetches that were planned."""
-        for layer, plan in due:
+            due.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
+        if due:
+            runtime.ops.plan_prefetches([plan for _, plan in due])
+        for other, plan in due:
             assert plan.fetch is not None
-            self._submit(layer, plan.view, plan.fetch)
+            self._submit(other, plan.view, plan.fetch)
 
     def after_attention(self, layer: int, step: DecodeStep) -> None:
         scoped = self.runtime.cache.scoped

@@ -81,6 +81,12 @@ class Transfer(ABC):
         """
         return contextlib.nullcontext()
 
+    def along(self) -> contextlib.AbstractContextManager[None]:
+        """What is issued inside follows the last branch, and `join_branch` does not wait for it: only who joins the
+        copies that were submitted in it.
+        """
+        return contextlib.nullcontext()
+
     def join_branch(self) -> None:  # noqa: B027 — most engines have nothing to do
         """Waits for the branch, if there is one."""
 
@@ -368,6 +374,9 @@ class StreamTransfer(Transfer):
             yield
             self.branched = torch.cuda.Event()
             self.branched.record()
+
+    def along(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if BRANCH == "none" else torch.cuda.stream(self.beside)
 
     def join_branch(self) -> None:
         if self.branched is not None:

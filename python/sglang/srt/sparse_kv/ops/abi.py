@@ -10,7 +10,7 @@ import torch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST_HEADS = 64  # whose misses are moved by several blocks each
-JOBS = 3  # tables that one append may edit: its own, and those of the prefetches beside it
+JOBS = 3  # tables that may be edited at a time: a layer's own, and those of two prefetches beside it
 
 
 class Ints(ctypes.Structure):
@@ -87,7 +87,8 @@ STRUCTS = (Ints, View, Work, Resolve, Append, Score, Select, Gather, Stage, Chun
 # Every function ends with a Launch and returns a CUDA status. Structs named twice may be null from the second on.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "resolve": (View, Work, Resolve),
-    "append": (View, Work, Append, View, Resolve, View, Resolve),
+    "append": (View, Work, Append),
+    "plan_prefetches": (Work, View, Resolve, View, Resolve),
     "write_token": (View, Append),
     "close_pages": (View, Append),
     "score": (View, Score),

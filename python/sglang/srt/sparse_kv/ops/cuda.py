@@ -340,6 +340,26 @@ def plan_prefetch(
     return _edit(view, _plan(view, pages, tokens, step, cap, table, closed, index, fetched))
 
 
+def plan_prefetches(plans: Sequence[Prefetch]) -> None:
+    """As reference.plan_prefetches, in one launch. May run beside other operations on other tables, but those of its
+    kind. Raises ValueError unless there are one or two, of layers with as many heads.
+    """
+    if not 0 < len(plans) < abi.JOBS or len({plan.view.kv.shape[0] for plan in plans}) > 1:
+        heads = [plan.view.kv.shape[0] for plan in plans]
+        raise ValueError(f"plan_prefetches: one or two of layers with as many heads, got layers with {heads} heads")
+    arguments: list[Any] = []
+    entries = 1
+    for plan in plans:
+        request, plan.fetch = _plan(
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
+        )
+        arguments += [view_of(plan.view), request]
+        entries = max(entries, request.n * request.width)
+    arguments += [None] * (2 * (abi.JOBS - 1) - len(arguments))
+    device, heads = plans[0].view.kv.device, plans[0].view.kv.shape[0]
+    launch("plan_prefetches", device, workspace(device).work(heads, entries), *arguments)
+
+
 def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetched):
     n = pages.shape[0] if index is None else index.shape[0]
     width = pages.shape[2]
@@ -449,25 +469,11 @@ def append(
     step,
     fetch_now=None,
     through: bool = True,
-    beside: Sequence[Prefetch] = (),
 ) -> torch.Tensor:
-    """As reference.append, in one launch with what is beside it; the open pages are brought by it, so fetch_now is not
-    called.
-    """
+    """As reference.append, in one launch; the open pages are brought by it, so fetch_now is not called."""
     n, heads = k.shape[:2]
     slots = torch.empty((n, heads), dtype=torch.int32, device=k.device)
     args = _token(view, k, v, page, slots, offset, active, through)
     args.step = pointer(contiguous(step, "step", torch.int32))
-    others: list[Any] = []
-    entries = max(n, 1)
-    for plan in beside:
-        request, plan.fetch = _plan(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-        )
-        others += [view_of(plan.view), request]
-        entries = max(entries, request.n * request.width)
-    if len(beside) >= abi.JOBS:
-        raise ValueError(f"append: at most {abi.JOBS - 1} prefetches beside it, got {len(beside)}")
-    others += [None] * (2 * (abi.JOBS - 1) - len(others))
-    launch("append", k.device, view_of(view), workspace(k.device).work(heads, entries), args, *others)
+    launch("append", k.device, view_of(view), workspace(k.device).work(heads, max(n, 1)), args)
     return slots

@@ -17,6 +17,7 @@ OPERATIONS = (
     "predict",
     "resolve",
     "plan_prefetch",
+    "plan_prefetches",
     "append",
     "write_token",
     "close_pages",

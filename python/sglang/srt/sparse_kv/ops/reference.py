@@ -7,6 +7,7 @@ S slots per head, MP logical pages per request, C selection width. Page numbers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class Fetch:
 
 @dataclass
 class Prefetch:
-    """A plan_prefetch of another layer, to be made beside an append; `fetch` is its result."""
+    """A prefetch to plan; `fetch` is its result."""
 
     view: LayerView
     pages: torch.Tensor
@@ -384,6 +385,14 @@ def plan_prefetch(
     return _enter_missing(view, missing, pages, tokens, step, ahead=True)
 
 
+def plan_prefetches(plans: Sequence[Prefetch]) -> None:
+    """Plans one or two prefetches, of layers whose tables are not shared, and tells them their fetches."""
+    for plan in plans:
+        plan.fetch = plan_prefetch(
+            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
+        )
+
+
 def invalidate(view: LayerView, pages: torch.Tensor) -> None:
     """Clears the entries of pages, in every head. pages int [M], NONE skipped, repeats allowed."""
     pages = pages[pages >= 0].long().unique()
@@ -450,12 +459,8 @@ def close_pages(view: LayerView, page, offset, active, slots=None) -> None:
     store(view.landmarks, pg, view.kv[head, slot, 0])  # [M, H, P, D]
 
 
-def append(
-    view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True, beside=()
-) -> torch.Tensor:
+def append(view: LayerView, k, v, page, offset, active, step, fetch_now, through: bool = True) -> torch.Tensor:
     """Makes the open pages resident, then writes row 0's token. Returns the open units' slots, int32 [N, H].
-
-    beside: at most two Prefetch of other layers, whose tables this one does not share.
 
     A page that begins (offset 0) needs no fetch, and whatever its entry still holds from an earlier owner is dead.
     fetch_now: callable(view, Fetch) that returns once the units have landed, so that a fetch cannot overtake the write.
@@ -466,8 +471,4 @@ def append(
     slots, fetch = resolve(view, pages, tokens, step, count=False)
     fetch_now(view, fetch)
     write_token(view, k, v, page, slots[..., 0], offset, active, through)
-    for plan in beside:
-        plan.fetch = plan_prefetch(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-        )
     return slots[..., 0]
