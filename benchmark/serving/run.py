@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -269,17 +270,26 @@ class Benchmark:
         return max([*(1.5 * seconds for seconds in known), 5.0]) if known else _CELL_SECONDS
 
 
-def link_rate() -> float | None:
-    """Host to device copy rate of pinned memory, bytes per second, measured in a process of its own."""
+def rates() -> dict[str, float]:
+    """What host and link can do just now, measured in a process of its own: `link_bytes_per_second`, the host to device
+    copy rate of pinned memory, and `launch_us`, what torch takes for one small launch: 7 on a host that is left alone,
+    and many times that on one that is not. Empty without a GPU.
+    """
     code = (
-        "import torch,time\n"
+        "import json,statistics,torch,time\n"
         "a=torch.empty(1<<30,dtype=torch.uint8,pin_memory=True);b=torch.empty_like(a,device='cuda')\n"
         "b.copy_(a,non_blocking=True);torch.cuda.synchronize();t=time.perf_counter()\n"
         "for _ in range(5): b.copy_(a,non_blocking=True)\n"
-        "torch.cuda.synchronize();print(5*(1<<30)/(time.perf_counter()-t))"
+        "torch.cuda.synchronize();link=5*(1<<30)/(time.perf_counter()-t)\n"
+        "one=torch.zeros(1,device='cuda');found=[]\n"
+        "for _ in range(9):\n"
+        " torch.cuda.synchronize();t=time.perf_counter()\n"
+        " for _ in range(400): one.add_(1)\n"
+        " found.append((time.perf_counter()-t)/400*1e6)\n"
+        "print(json.dumps({'link_bytes_per_second':link,'launch_us':round(statistics.median(found),2)}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    return float(result.stdout) if result.returncode == 0 else None
+    return json.loads(result.stdout) if result.returncode == 0 else {}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -297,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         argv,
     )
     if chosen.device == "cuda" and not chosen.url:
-        record.data["runs"][-1]["link_bytes_per_second"] = link_rate()
+        record.data["runs"][-1] |= rates()
     try:
         benchmark.run()
     except OutOfTime as out:

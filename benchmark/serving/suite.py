@@ -85,7 +85,7 @@ class Suite:
             if not running.taken_over:
                 known["start_seconds"] = round(running.start_seconds, 1)
                 if chosen.device == "cuda":
-                    known["link_bytes_per_second"] = run.link_rate()
+                    known |= run.rates()
                 self._warm_up(running.url, chosen)
             for name in self.todo(variant):
                 running.keep = self.left < STEP_SECONDS or not self._step(name, variant, running.url)

@@ -36,7 +36,7 @@ def asked(monkeypatch):
     """Arguments of each command that ran; `answer` decides with what status."""
     found = SimpleNamespace(argvs=[], warm=0, answer=lambda name, argv: 0)
     monkeypatch.setattr(suite.Suite, "_warm_up", lambda self, url, chosen: setattr(found, "warm", found.warm + 1))
-    monkeypatch.setattr(suite.run, "link_rate", lambda: 55e9)
+    monkeypatch.setattr(suite.run, "rates", lambda: {"link_bytes_per_second": 55e9, "launch_us": 7.0})
     monkeypatch.setattr(options, "memory_fraction", lambda chosen: 0.25)
     return found
 

@@ -344,9 +344,9 @@ def plan_prefetches(plans: Sequence[Prefetch]) -> None:
     """As reference.plan_prefetches, in one launch. May run beside other operations on other tables, but those of its
     kind. Raises ValueError unless there are one or two, of layers with as many heads.
     """
-    if not 0 < len(plans) < abi.JOBS or len({plan.view.kv.shape[0] for plan in plans}) > 1:
-        heads = [plan.view.kv.shape[0] for plan in plans]
-        raise ValueError(f"plan_prefetches: one or two of layers with as many heads, got layers with {heads} heads")
+    kv_heads = [plan.view.kv.shape[0] for plan in plans]
+    if not 0 < len(plans) < abi.JOBS or len(set(kv_heads)) > 1:
+        raise ValueError(f"plan_prefetches: one or two of layers with as many heads, got layers with {kv_heads} heads")
     arguments: list[Any] = []
     entries = 1
     for plan in plans:
@@ -356,8 +356,8 @@ def plan_prefetches(plans: Sequence[Prefetch]) -> None:
         arguments += [view_of(plan.view), request]
         entries = max(entries, request.n * request.width)
     arguments += [None] * (2 * (abi.JOBS - 1) - len(arguments))
-    device, heads = plans[0].view.kv.device, plans[0].view.kv.shape[0]
-    launch("plan_prefetches", device, workspace(device).work(heads, entries), *arguments)
+    device = plans[0].view.kv.device
+    launch("plan_prefetches", device, workspace(device).work(kv_heads[0], entries), *arguments)
 
 
 def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetched):
