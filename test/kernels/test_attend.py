@@ -81,7 +81,8 @@ def test_attend(engine, rows, heads, group, dim, dtype, page_size):
     compare(engine, *case(page_size, engine, counts, rows, heads, group, page_size, dim, dtype, 20))
 
 
-@pytest.mark.parametrize("requests", [1, 4, 16, 17, 32])
+# Those of 70 and 88, with two heads each, are attended to in one piece.
+@pytest.mark.parametrize("requests", [1, 4, 16, 17, 32, 70, 88])
 def test_lengths_that_only_the_device_knows(engine, requests):
     """One plan per batch size, then any mixture of lengths up to the selection's width."""
     if engine.small and requests > 4:
@@ -92,6 +93,11 @@ def test_lengths_that_only_the_device_knows(engine, requests):
     mixtures += [torch.randint(0, width + 1, (requests,), generator=random).tolist() for _ in range(3)]
     for seed, counts in enumerate(mixtures):
         compare(engine, *case(seed, engine, counts, 2, 2, 4, 16, 128, torch.float16, width, slots=max(200, width)))
+
+
+def test_sequences_that_fill_a_device_are_not_divided():
+    assert [n for n in range(1, 49) if attend_module.in_one_piece(8 * n, 132)] == list(range(15, 49))
+    assert not attend_module.in_one_piece(1, 2) and attend_module.in_one_piece(1, 1)
 
 
 def test_row1_sees_its_own_token(engine):

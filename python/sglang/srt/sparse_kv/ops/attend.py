@@ -25,8 +25,21 @@ FLOAT_WORKSPACE = 128 << 20
 INT_WORKSPACE = 4 << 20
 
 
+# Sequences for each multiprocessor from which on they are attended to whole. An H200 (132) takes 35.2 us for 128 in one
+# piece each, 37.5 as FlashInfer divides them; 41.6 and 48.0 for 176, 53.3 and 58.6 for 256; but 33.1 and 32.1 for 96.
+# Two to five pieces each are slower from 128 on (benchmark/attention_pieces.py).
+WHOLE = 0.9
+
+
+def in_one_piece(sequences: int, multiprocessors: int) -> bool:
+    """Whether no sequence is divided over blocks, so that nothing has to be merged."""
+    return sequences >= WHOLE * multiprocessors
+
+
 class AttendPlan:
     """FlashInfer's wrapper and the buffers it reads, for one batch size and selection width."""
+
+    in_one_piece = staticmethod(in_one_piece)
 
     def __init__(self, space: Workspace, requests: int, q_heads: int, width: int, view: LayerView, scale: float):
         device = space.device
@@ -45,21 +58,25 @@ class AttendPlan:
         floats = space.plans.get("floats")
         if floats is None:
             floats = space.plans["floats"] = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=space.device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            floats,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=self.indptr,
-            paged_kv_indices_buffer=self.indices,
-            paged_kv_last_page_len_buffer=self.last_page,
-            backend="fa2",
+        whole = self.in_one_piece(len(self.last_page), _multiprocessors(space.device.index or 0))
+        # What FlashInfer calls graph mode is not needed for a graph, since the buffers are ours: it divides sequences
+        # to fill a grid of fixed size, and merges even where it has left them whole.
+        fixed: dict[str, Any] = (
+            {}
+            if whole
+            else {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": self.indptr,
+                "paged_kv_indices_buffer": self.indices,
+                "paged_kv_last_page_len_buffer": self.last_page,
+            }
         )
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(floats, "NHD", use_tensor_cores=True, backend="fa2", **fixed)
         wrapper.reset_workspace_buffer(floats, torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=space.device))
         wrapper.plan(
-            self.indptr.cpu(),
-            self.indices.clone(),
-            self.last_page.cpu(),
+            self.indptr,
+            self.indices,
+            self.last_page,
             q_heads,
             1,
             dim,
@@ -67,7 +84,14 @@ class AttendPlan:
             q_data_type=dtype,
             kv_data_type=dtype,
             sm_scale=self.scale,
+            fixed_split_size=len(self.indices) // len(self.last_page) if whole else None,
         )
+        ours = {"indptr": self.indptr, "indices": self.indices, "last_page_len": self.last_page}
+        for name, tensor in ours.items():
+            if getattr(wrapper, f"_paged_kv_{name}_buf").data_ptr() != tensor.data_ptr():
+                raise RuntimeError(
+                    f"FlashInfer's decode wrapper copied {name}: it would not see the pages of each step"
+                )
         return wrapper
 
     def run(self, q: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
