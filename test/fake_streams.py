@@ -1,13 +1,15 @@
 """CUDA's streams and events without a GPU: what is put on a stream runs later, in any order that CUDA allows.
 
 A wait keeps what its event had recorded when the wait was called, as CUDA has it, so that events may be recorded anew.
+Each stream also knows what comes before its next work in every such order: see stream_races.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -16,6 +18,9 @@ class Mark:
     """One record of an event."""
 
     passed = False
+
+    def __init__(self, before: dict[Stream, int]):
+        self.before = before
 
 
 class Streams:
@@ -30,10 +35,19 @@ class Streams:
             "current_device": lambda: 0,
             "current_stream": lambda index=None: self.current,
             "set_stream": lambda stream: setattr(self, "current", stream),
+            "stream": self.on,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         raw = lambda index: self.all.index(self.current)  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
     def launch(self, work: Callable[[], None]) -> None:
         """As a kernel, on the current stream."""
@@ -60,11 +74,14 @@ class Streams:
 class Stream:
     def __init__(self, streams: Streams):
         self.streams, self.queue = streams, deque[tuple[Mark | None, Callable[[], None]]]()
+        self.before: dict[Stream, int] = {}  # of each stream, how much of its work comes before this one's next
         streams.all.append(self)
 
     def wait_event(self, event: Event) -> None:
         if event.mark is not None:
             self.queue.append((event.mark, lambda: None))
+            for stream, done in event.mark.before.items():
+                self.before[stream] = max(self.before.get(stream, 0), done)
 
     def wait_stream(self, other: Stream) -> None:
         event = Event(self.streams)
@@ -77,5 +94,6 @@ class Event:
         self.streams, self.mark = streams, None
 
     def record(self, stream: Stream | None = None) -> None:
-        mark = self.mark = Mark()
-        (stream or self.streams.current).queue.append((None, lambda: setattr(mark, "passed", True)))
+        stream = stream or self.streams.current
+        mark = self.mark = Mark(dict(stream.before))
+        stream.queue.append((None, lambda: setattr(mark, "passed", True)))

@@ -133,7 +133,7 @@ def test_write_token_refuses_two_rows(engine):
 
 @pytest.mark.parametrize("plans", [1, 2])
 def test_prefetches_beside_an_append(engine, plans):
-    """One launch edits other layers' tables as a call for each would, while an append's scratch is in use."""
+    """One launch edits other layers' tables as a call for each would."""
     heads, n = 3, 4
     to = lambda t: t.to(engine.device)  # noqa: E731
     for seed in range(3):
@@ -167,6 +167,42 @@ def test_prefetches_beside_an_append(engine, plans):
             cuda.gather(mine.view, mine.fetch)
             copied(mine.view, mine.fetch)
         assert workspace(engine.device).cursor.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("width", [7, 1050])
+def test_prefetches_leave_the_scratch_of_other_operations(engine, width):
+    """What a look-up or a score beside them is using, or a mover. width: the wide one's winners do not fit shared
+    memory.
+    """
+    n, pages = 2, 2 * width + 40
+    table = (torch.randperm(pages - 1)[: n * width] + 1).view(n, width).to(torch.int32)
+    store = torch.arange(width, dtype=torch.int32).expand(n, 2, width).contiguous()
+    index, closed = torch.arange(n), torch.full((n,), width)
+    step, cap = torch.tensor([STEP], dtype=torch.int32), torch.tensor([width], dtype=torch.int32)
+    layers = [make_layer(i, engine.device, 2, pages, pages, 8, 64, resident=0.0) for i in range(2)]
+    before, expected = [copy_of(x) for x in layers], [copy_of(x) for x in layers]
+    on_cpu = [Prefetch(x, store, step, cap, table, closed, index) for x in expected]
+    reference.plan_prefetches(on_cpu)
+    there = [t.to(engine.device) for t in (store, step, cap, table, closed, index)]
+    ours = [Prefetch(x, *there) for x in layers]
+    space = workspace(engine.device)
+    work = space.work(2, n * width)
+    first_job = space.buffer("list", 1, torch.int32)[: 2 * work.list_width]
+    used = (first_job, space.buffer("rows", 1, torch.int32), space.cursor[:2], space.tasks, space.urgent, space.tickets)
+    for number, scratch in enumerate(used, 1):
+        scratch.fill_(number)
+    try:
+        cuda.plan_prefetches(ours)
+        for number, scratch in enumerate((*used, space.error)):
+            assert bool((scratch == (number + 1) % (len(used) + 1)).all()), f"scratch {number} was written"
+    finally:
+        for scratch in used:
+            scratch.zero_()
+    assert space.cursor.tolist() == [0] * 6
+    for mine, theirs, got, wanted, was in zip(ours, on_cpu, layers, expected, before, strict=True):
+        assert int(mine.fetch.count) == 2 * n * width
+        same_tables(got, wanted, was)
+        same_fetch(got, mine.fetch, theirs.fetch)
 
 
 def test_no_more_prefetches_than_a_launch_holds(engine):

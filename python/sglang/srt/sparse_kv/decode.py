@@ -78,8 +78,11 @@ def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, sca
             lambda target, fetch: schedule.fetch_now(layer, target, fetch),
             through=not runtime.policy.skip_write_through,
         )
-    # Other layers' tables: nothing waits for them but their fetches, which are over before those layers begin.
-    with runtime.transfer.along() if branches else contextlib.nullcontext():
+    # Other layers' tables: nothing waits for them but their fetches, which are over before those layers begin. But a
+    # selection of one row is a prediction, too, and takes the place of the last: who plans by that comes before.
+    waited_for = runtime.rows == 1 and schedule.plans_next
+    ahead = runtime.transfer.branch if waited_for else runtime.transfer.along
+    with ahead() if branches else contextlib.nullcontext():
         schedule.fetch_ahead(layer, step)
     scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
     keep = (runtime.predicted[:, layer], step.req)

@@ -55,6 +55,11 @@ class Schedule:
         for layer in runtime.cache.scoped[:SCOPED_AHEAD]:
             self._begin_scoped(layer, step)
 
+    @property
+    def plans_next(self) -> bool:
+        """Whether late fetches are planned in the layer right before theirs."""
+        return self._first_late == 1
+
     def before_layer(self, layer: int) -> None:
         self.runtime.transfer.join(self.runtime.cache.lanes[layer])
 
