@@ -216,6 +216,16 @@ def test_no_more_prefetches_than_a_launch_holds(engine):
             cuda.plan_prefetches(plans)
 
 
+def test_a_plan_refuses_pages_that_it_would_have_to_copy(engine):
+    view = make_layer(0, engine.device)
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
+    pages = torch.full((1, 2, 6), -1, dtype=torch.int32, device=engine.device)
+    with pytest.raises(ValueError, match=r"got strides \(12, 6, 2\) and None"):
+        cuda.plan_prefetches([Prefetch(view, pages[..., ::2], ints(STEP), ints(1))])
+    with pytest.raises(ValueError, match=r"got strides \(12, 6, 1\) and \(6, 3, 1\)"):
+        cuda.plan_prefetch(view, pages[..., :3], pages[..., :3].contiguous(), ints(STEP), ints(1))
+
+
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_gather(engine, page_size, dim, dtype, blocks):

@@ -40,7 +40,8 @@ constexpr int64_t SKV_JOBS = 3;
 // Heads whose misses are moved by several blocks each.
 constexpr int64_t SKV_MOST_HEADS = 64;
 
-// Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order.
+// Scratch and flags that outlive a call. Functions that take it must follow each other in one stream's order, but for
+// gather, and plan_prefetches, which uses the jobs behind the first alone and follows others of its kind.
 struct SkvWork {
   int32_t* error;   // [8] first failure: code, kv head, slots needed, slots usable
   int32_t* cursor;  // [SKV_JOBS][2] zero between calls: units handed out, blocks that are done with that

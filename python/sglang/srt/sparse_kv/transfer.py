@@ -82,8 +82,8 @@ class Transfer(ABC):
         return contextlib.nullcontext()
 
     def along(self) -> contextlib.AbstractContextManager[None]:
-        """What is issued inside follows the last branch, and `join_branch` does not wait for it: only who joins the
-        copies that were submitted in it.
+        """What is issued inside follows the last branch that goes first, and `join_branch` does not wait for it: only
+        who joins the copies that were submitted in it.
         """
         return contextlib.nullcontext()
 

@@ -1,9 +1,9 @@
 """The CUDA engine: the operations of reference.py by the kernels of csrc/sparse_kv, same names and meaning.
 
 Nothing here waits for the device, and everything may be captured into a CUDA graph after one run outside it. Integer
-tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order;
-`gather` and `stage` only move bytes and may run on another stream, and so may `predict`, behind its `select` and up to
-the next `score`.
+tensors may be int32 or int64. Operations that edit tables share scratch and must be called in one stream's order, but
+`plan_prefetches`, which has its own: calls of it keep one order among themselves. `gather` and `stage` only move bytes
+and may run on another stream, and so may `predict`, behind its `select` and up to the next `score`.
 
 Beyond the reference:
 * `score` returns a handle that `select` reads: scores are normalised there, which saves a pass. `dense()` makes the
@@ -52,6 +52,7 @@ __all__ = [
     "invalidate",
     "merge",
     "plan_prefetch",
+    "plan_prefetches",
     "predict",
     "resolve",
     "score",
@@ -363,8 +364,12 @@ def plan_prefetches(plans: Sequence[Prefetch]) -> None:
 def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetched):
     n = pages.shape[0] if index is None else index.shape[0]
     width = pages.shape[2]
+    # A copy would be gone before its launch.
     if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
-        pages, tokens = pages.contiguous(), None if tokens is None else tokens.contiguous()
+        raise ValueError(
+            f"plan_prefetch: pages of a row must lie together and tokens as they do, got strides {pages.stride()} and "
+            f"{None if tokens is None else tokens.stride()}"
+        )
     fields: dict[str, Any] = {"cap": pointer(contiguous(cap, "cap", torch.int32)), **_account(fetched, index)}
     if table is not None:
         table = contiguous(table, "table", torch.int32)

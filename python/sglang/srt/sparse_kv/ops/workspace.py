@@ -12,7 +12,7 @@ ERROR_WORDS = 8
 
 
 class Workspace:
-    """Buffers that kernels share, in the order of the compute stream, and the flag by which they report failure.
+    """Buffers that kernels share, and the flag by which they report failure. Who may run beside whom: see cuda.py.
 
     A buffer that must grow is replaced, and the old one kept: captured graphs still name it. So call `reserve` with the
     largest sizes before the first capture.
