@@ -18,6 +18,7 @@ from sglang.srt.sparse_kv.ops import attend
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 from benchmark import kernels
+from benchmark.serving.record import facts
 
 WIDTH, LAYERS, SLOTS = 104, 8, 4000
 REQUESTS = (8, 12, 14, 15, 16, 17, 18, 20, 22, 24, 26, 28, 30, 32, 40, 48)
@@ -59,7 +60,7 @@ def main() -> None:
         rows.append({"requests": requests, "divided": divided, "whole": whole, "chosen": choice, "floor": floor})
         print(requests, round(divided, 1), round(whole, 1), choice, round(floor, 1), flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        chosen.json.write_text(json.dumps({**facts("benchmark.attention_pieces"), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

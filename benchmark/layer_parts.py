@@ -25,6 +25,7 @@ from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import StreamTransfer
 
 from benchmark import kernels
+from benchmark.serving.record import facts
 
 LENGTH = 32768
 CASES = [
@@ -128,7 +129,7 @@ def main() -> None:
     print("library requests table", *PARTS, "all")
     rows = [row for case in CASES for row in measure(*case, args.libraries or [None], host, transfer)]
     if args.json:
-        args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+        args.json.write_text(json.dumps({**facts("benchmark.layer_parts"), "rows": rows}))
 
 
 if __name__ == "__main__":

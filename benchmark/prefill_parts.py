@@ -27,6 +27,8 @@ from sglang.srt.sparse_kv.ops import attend
 from sglang.srt.sparse_kv.prefill import Prefill
 from sglang.srt.sparse_kv.runtime import SparseKVRuntime
 
+from benchmark.serving.record import facts
+
 LAYERS, HEADS, GROUP, DIM, PAGE, HIDDEN, INNER = 32, 8, 4, 128, 16, 4096, 14336
 DEVICE, DTYPE, CHUNK, REPEATS = torch.device("cuda", 0), torch.float16, 8192, 9
 
@@ -125,13 +127,8 @@ def main() -> None:
     launch = small_launch()
     print(f"a small launch {launch:.1f} us")
     if chosen.json:
-        about = {
-            "device": torch.cuda.get_device_name(),
-            "prefix": prefix,
-            "tokens": tokens,
-            "scattered": chosen.scattered,
-        }
-        chosen.json.write_text(json.dumps({**about, "launch_us": launch, "ms": found}, indent=1) + "\n")
+        about = {**facts("benchmark.prefill_parts"), "launch_us": launch}
+        chosen.json.write_text(json.dumps({**about, "ms": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -246,6 +246,8 @@ EVIDENCE = (
     (r"python -m benchmark\.timeline --url", _E2E + "recorded_steps.py::test_a_running_server_draws_its_steps"),
     (r"python -m benchmark\.memory", _UNIT + "memory.py::test_the_command"),
     (r"python benchmark/kernels\.py", _RESULTS + "2026-11-29-h200-kernels.json"),
+    (r"python -m benchmark\.layer_parts", _RESULTS + "2026-12-01-h200-layer-parts.json"),
+    (r"python -m benchmark\.prefill_parts", _RESULTS + "2026-12-01-h200-prefill-parts.json"),
 )
 
 
