@@ -20,6 +20,7 @@ GUIDES = {
     "lookup": "guide=lookup,guide_attends=selected",
     "resync": "guide=resync,guide_attends=selected",
     "forced": "guide=forced,guide_attends=selected",
+    "random": "guide=random,guide_attends=selected",
     "own": "guide=chain,guide_attends=own",
 }
 SEED = 1

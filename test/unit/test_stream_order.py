@@ -225,3 +225,17 @@ def test_a_piece_lands_while_the_one_before_it_is_taken_away(monkeypatch):
     assert landed == [0, 1, 2], "two places: the last waits for the second leg of the second"
     streams.run(random.Random(0))
     assert landed == [0, 1, 2, 3]
+
+
+def test_what_a_step_that_broke_off_left_on_its_branch_is_over_before_the_next_forward(monkeypatch):
+    streams = Streams(monkeypatch)
+    for seed in range(20):
+        done: list[str] = []
+        transfer = StreamTransfer(torch.device("cpu"))
+        with pytest.raises(ValueError, match="broken"), transfer.branch():
+            streams.launch(lambda done=done: done.append("append"))
+            raise ValueError("broken")
+        transfer.join_all()
+        streams.launch(lambda done=done: done.append("next forward"))
+        streams.run(random.Random(seed))
+        assert done == ["append", "next forward"]

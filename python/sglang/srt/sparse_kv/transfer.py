@@ -354,6 +354,7 @@ class StreamTransfer(Transfer):
             self._here().wait_event(landed)
 
     def join_all(self) -> None:
+        self.join_branch()  # of a step that broke off within one
         for lane in list(self.landed):
             self.join(lane)
         self.seconds.clear()
@@ -371,9 +372,11 @@ class StreamTransfer(Transfer):
         forked.record()
         with torch.cuda.stream(side):
             side.wait_event(forked)
-            yield
-            self.branched = torch.cuda.Event()
-            self.branched.record()
+            try:
+                yield
+            finally:
+                self.branched = torch.cuda.Event()
+                self.branched.record()
 
     def along(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if BRANCH == "none" else torch.cuda.stream(self.beside)
