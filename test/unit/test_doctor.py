@@ -146,7 +146,7 @@ def test_a_check_that_fails_is_a_finding_and_the_rest_runs(monkeypatch):
     assert only(findings, "NUMA").kind == doctor.OK
 
 
-def test_a_slow_link_is_noted(monkeypatch):
+def test_a_slow_link_and_a_slow_host_are_noted(monkeypatch):
     from sglang.srt.sparse_kv import doctor_gpu
 
     class Region:
@@ -173,9 +173,12 @@ def test_a_slow_link_is_noted(monkeypatch):
     monkeypatch.setattr(doctor_gpu.pinned, "Region", Region)
     monkeypatch.setattr(doctor_gpu.pinned, "unregister_all", lambda *given: None)
     monkeypatch.setattr(doctor_gpu.pinned, "numa_node", lambda number: 0)
-    for speed, kind in ((50e9, doctor.OK), (12e9, doctor.NOTE)):
+    for speed, launch, kind in ((50e9, 7e-6, doctor.OK), (12e9, 126e-6, doctor.NOTE)):
         monkeypatch.setattr(doctor_gpu, "rate", lambda host, busy, speed=speed: speed)
-        assert only(doctor_gpu.examine(), "GPU 0 link").kind == kind
+        monkeypatch.setattr(doctor_gpu, "launch_seconds", lambda launch=launch: launch)
+        findings = list(doctor_gpu.examine())
+        assert only(findings, "GPU 0 link").kind == kind and only(findings, "orders").kind == kind
+    assert "takes 126 us of the host; from 20 us on" in only(findings, "orders").what
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -1,7 +1,11 @@
-"""The doctor's checks that take a GPU: whether host memory can be pinned, and how fast it comes over the link."""
+"""The doctor's checks that take a GPU: whether host memory can be pinned, how fast it comes over the link, and how fast
+the host gives orders.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 
 import torch
@@ -13,12 +17,18 @@ from sglang.srt.sparse_kv.ops import pinned
 SAMPLE = 256 << 20  # bytes of a copy
 ROUNDS = 4
 FAIR = 0.8  # of what the GPU's kind is known for
+LAUNCHES = 400  # in a row, fewer than a stream holds
+SLOW = (
+    20e-6  # seconds of the host for a small launch; 7 us beside an H200, where a prefill's orders hide under its work
+)
 
 
 def examine() -> Iterator[Finding]:
     """Findings for every GPU."""
     for number in range(torch.cuda.device_count()):
         yield from link(number)
+    if torch.cuda.device_count():
+        yield orders(launch_seconds())
 
 
 def link(number: int) -> Iterator[Finding]:
@@ -48,6 +58,30 @@ def link(number: int) -> Iterator[Finding]:
         return
     said += f"; a {known.name} is planned with {known.link / 1e9:.1f} GB/s"
     yield Finding(NOTE, f"{name} link", said, "check that its slot has all lanes (nvidia-smi -q -d PCIE)")
+
+
+def orders(seconds: float) -> Finding:
+    """Whether the host gives orders as fast as a GPU obeys them."""
+    said = f"a small launch takes {seconds * 1e6:.0f} us of the host"
+    if seconds <= SLOW:
+        return Finding(OK, "orders", said)
+    said += f"; from {SLOW * 1e6:.0f} us on first tokens wait for it"
+    return Finding(
+        NOTE, "orders", said, "end what else runs on its cores, or give the container or machine more of them"
+    )
+
+
+def launch_seconds() -> float:
+    """What one small launch takes the host, one of many in a row."""
+    one, found = torch.zeros(1, device="cuda"), []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            one.add_(1)
+        found.append((time.perf_counter() - begin) / LAUNCHES)
+    torch.cuda.synchronize()
+    return statistics.median(found)
 
 
 def rate(host: torch.Tensor, busy: bool) -> float:
