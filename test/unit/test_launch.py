@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import types
+from array import array
 
 import pytest
 import sglang_dualdecoder
@@ -65,22 +66,26 @@ def test_memory_is_kept_by_servers_with_sparse_kv(model):
     assert released == ["all"]
 
 
-@pytest.mark.parametrize("wrong", [-1, -(2**62), 100, 2**62])
+@pytest.mark.parametrize("wrong", [-1, -(2**62), 100, 2**62, -(2**70), 2**70])
 def test_token_ids_that_the_model_does_not_know_are_refused(model, wrong):
     checked = []
 
     def ask(server_args, ids):
         manager = types.SimpleNamespace(server_args=server_args, model_config=types.SimpleNamespace(vocab_size=100))
-        launch.sound_request(lambda self, obj, input_ids: checked.append(input_ids), manager, None, ids)
+
+        def original(self, obj, input_text, input_ids, token_type_ids):
+            checked.append(input_ids)
+            return input_text, token_type_ids
+
+        assert launch.sound_request(original, manager, None, "text", ids, "types") == ("text", "types")
 
     dense, sparse = ServerArgs(model_path=model), ServerArgs(model_path=model, sparse_kv="dualdecoder")
     with pytest.raises(ValueError, match=rf"^sglang-dualdecoder: .* token id {wrong} and .* 0 to 99; [^\n]+\.$"):
         ask(sparse, [3, wrong, 5])
-    right = [[0, 99], [], None]
-    for ids in right:
+    for ids in ([0, 99], [], None):
         ask(sparse, ids)
     ask(dense, [wrong])
-    assert checked == [*right, [wrong]]
+    assert checked == [array("q", [0, 99]), [], None, [wrong]]  # SGLang's own form, for it to copy
 
 
 def test_lists_in_place_of_one_prompts_values_are_refused(model):
@@ -93,7 +98,7 @@ def test_lists_in_place_of_one_prompts_values_are_refused(model):
         manager.server_args = ServerArgs(model_path=model, sparse_kv=sparse)
         request.normalize_batch_and_arguments()
         for each in [request] if request.is_single else [request[i] for i in range(request.batch_size)]:
-            launch.sound_request(lambda self, obj, input_ids: checked.append(obj), manager, each, [1, 2])
+            launch.sound_request(lambda self, obj, *others: checked.append(obj), manager, each, "a", [1, 2])
 
     wrong = {"extra_key": ["a"], "lora_id": ["a"], "return_logprob": [True], "top_logprobs_num": [5], "rid": ["a"]}
     for name, value in wrong.items():

@@ -7,9 +7,11 @@ import functools
 import logging
 import multiprocessing
 import typing
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import sglang_dualdecoder
 from sglang.srt.sparse_kv import metrics, plugin, ranks, refusals, sizing
 from sglang.srt.sparse_kv.arguments import config_of
@@ -69,22 +71,39 @@ async def keep_memory(original: Callable, self: Any, obj: Any, request: Any = No
     await original(self, obj, request)
 
 
-def sound_request(original: Callable, self: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """AROUND ``TokenizerManager._validate_one_request``: what the scheduler takes on trust, of one prompt."""
+def sound_request(
+    original: Callable, self: Any, obj: Any, input_text: str, input_ids: Sequence[int] | None, *others: Any
+) -> Any:
+    """AROUND ``TokenizerManager._create_tokenized_object``: what the scheduler takes on trust, of one prompt."""
     if config_of(self.server_args) is not None:
-        size = self.model_config.vocab_size
-        for bound in (min(input_ids), max(input_ids)) if input_ids else ():
-            if not 0 <= bound < size:
-                raise ValueError(
-                    f"sglang-dualdecoder: the prompt has token id {bound} and this model knows 0 to {size - 1}; "
-                    "send ids of the model's own tokenizer."
-                )
+        if input_ids:
+            input_ids = _known_ids(input_ids, self.model_config.vocab_size)
         for name in _single_values():
             if isinstance(getattr(obj, name, None), (list, dict)):
                 raise ValueError(
                     f"sglang-dualdecoder: {name} is a list and the prompt is one; send one value, or a list of prompts."
                 )
-    original(self, obj, input_ids)
+    return original(self, obj, input_text, input_ids, *others)
+
+
+def _known_ids(ids: Sequence[int], size: int) -> array[int]:
+    """The array that SGLang makes of ids, and takes as it is: a long list takes longer to look through than to turn
+    into one, and the first token waits for both. Raises ValueError, one sentence.
+    """
+    try:
+        made = array("q", ids)
+    except OverflowError:
+        bounds = min(ids), max(ids)
+    else:
+        numbers = np.asarray(made)
+        bounds = int(numbers.min()), int(numbers.max())
+    for bound in bounds:
+        if not 0 <= bound < size:
+            raise ValueError(
+                f"sglang-dualdecoder: the prompt has token id {bound} and this model knows 0 to {size - 1}; "
+                "send ids of the model's own tokenizer."
+            )
+    return made
 
 
 @functools.cache

@@ -129,10 +129,10 @@ HOOKS = (
         for what in ("release", "resume")
     ),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         HookType.AROUND,
         LAUNCHER,
-        ("self", "obj", "input_ids"),
+        ("self", "obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids"),
         "launch:sound_request",
         "refuses token ids that the model does not know, and lists where a prompt has one value; SGLang checks none",
         "one such request ends the server: an id is looked up in the embeddings, a list is compared with a number",
