@@ -83,8 +83,8 @@ def test_the_worker_sends_the_prefix_on_its_way_before_anything_else(monkeypatch
     stand_in(monkeypatch)
     rig = Rig()
     runner, seen = rig.target.model_runner, []
-    admit = rig.worker._admit
-    monkeypatch.setattr(rig.worker, "_admit", lambda *them: (seen.append(len(runner.begun)), admit(*them)))
+    key = rig.worker._key_noise
+    monkeypatch.setattr(rig.worker, "_key_noise", lambda *them: (seen.append(len(runner.begun)), key(*them)))
     rig.prefill(request(3), request(1))
     assert seen == [1]
     req, prefixes, extends, loc = runner.begun[0]

@@ -185,6 +185,26 @@ def test_lengths_are_published_once_and_before_the_forward():
     assert rig.published == [(0, [3]), (1, [4]), (3, [5])]
 
 
+def test_what_decode_alone_needs_follows_the_prefills_forward(monkeypatch):
+    """The device has nothing to do until that forward's first launch."""
+    rig = Rig()
+    kept = rig.runtime.history.tokens, rig.worker._penalty_rates, rig.worker.guide_state.looks_up
+    forward, before = rig.target.forward_batch_generation, []
+
+    def state():
+        return [tensor[3].tolist() for tensor in kept]
+
+    def watched(batch):
+        before.append(state())
+        return forward(batch)
+
+    monkeypatch.setattr(rig.target, "forward_batch_generation", watched)
+    empty = state()
+    rig.prefill(request(3, greedy=False))
+    assert before == [empty]
+    assert all(left != right for left, right in zip(state(), empty, strict=True))
+
+
 def test_a_step_reports_one_token_a_request():
     rig = Rig()
     rig.prefill(request(3), request(1))

@@ -30,7 +30,7 @@ from sglang.srt.utils.common import is_pin_memory_available
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.sparse_kv.graphs import StepGraphs
@@ -165,11 +165,13 @@ class DualDecodeWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         slots = batch.req_pool_indices
         self._runner.attn_backend.begin_prefill(slots, batch.prefix_lens, batch.extend_lens, batch.out_cache_loc)
-        self._admit(batch, slots)
+        if self._coupled:
+            self._key_noise(batch, slots)
         if on_publish is not None:
             on_publish(batch.seq_lens)
         result = self._target_worker.forward_batch_generation(batch)
-        self._note_history(batch.reqs)  # under the forward: only decode looks things up
+        # Under the forward: the rest is for decode alone.
+        self._admit(batch.reqs, slots)
         self._chooser.start(batch.req_pool_indices_cpu, batch.seq_lens_cpu)
         self._forget_guesses(slots)
         result.new_seq_lens = batch.seq_lens
@@ -279,37 +281,37 @@ class DualDecodeWorker(BaseSpecWorker):
 
     # ------------------------------------------------------------------ requests
 
-    def _admit(self, batch: ScheduleBatch, slots: torch.Tensor) -> None:
+    def _key_noise(self, batch: ScheduleBatch, slots: torch.Tensor) -> None:
+        keys = self._upload([self._noise_seeds.of(req) for req in batch.reqs], torch.int64)
+        self._noise_keys[slots] = keys
+        sampling.couple(batch.sampling_info, keys)
+
+    def _admit(self, reqs: Sequence[Req], slots: torch.Tensor) -> None:
         """Each request of a prefill owns its slot from here on, whoever had it before."""
-        params = [req.sampling_params for req in batch.reqs]
+        params = [req.sampling_params for req in reqs]
         rates = [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty] for p in params]
         self._penalty_rates[slots] = self._upload(rates, torch.float32)
-        if self._coupled:
-            keys = self._upload([self._noise_seeds.of(req) for req in batch.reqs], torch.int64)
-            self._noise_keys[slots] = keys
-            sampling.couple(batch.sampling_info, keys)
         # Greedy requests come as top-k 1 at temperature 1.
         looks_up = [p.top_k == 1 or p.temperature < guide.LOOK_UP_BELOW for p in params]
         self.guide_state.looks_up[slots] = self._upload(looks_up, torch.bool)
-        for req in batch.reqs:
+        for req in reqs:
             self._started.discard(req.req_pool_idx)
             self._informed.pop(req.req_pool_idx, None)
             if asks(req):
                 self._informed[req.req_pool_idx] = (0, 0)
             if self.config.most_rows == 2:
                 self._plan_look_ahead(req)
+            if self.runtime.history is not None:
+                # All of the prompt, what the radix cache holds of it too: each chunk again, a few bytes a token.
+                self.runtime.history.fill(req.req_pool_idx, self._pinned(np.asarray(req.get_fill_ids()), torch.int32))
 
-    def _note_history(self, reqs: list) -> None:
-        """All of each prompt, what the radix cache holds of it too: each chunk again, a few bytes a token."""
-        if self.runtime.history is None:
-            return
-        for req in reqs:
-            self.runtime.history.fill(req.req_pool_idx, self._upload(np.asarray(req.get_fill_ids()), torch.int32))
+    def _upload(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
+        return self._pinned(values, dtype).to(self.device, non_blocking=True)
 
-    def _upload(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        pinned = is_pin_memory_available(self.device)
+    def _pinned(self, values: Sequence | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """On the host, where a copy to the device need not wait; pinned only where there is a GPU."""
         made = torch.as_tensor(values, dtype=dtype)  # torch cannot build a pinned tensor from a numpy array
-        return (made.pin_memory() if pinned else made).to(self.device, non_blocking=True)
+        return made.pin_memory() if is_pin_memory_available(self.device) else made
 
     # ------------------------------------------------------------------ one row or two
 
