@@ -87,6 +87,8 @@ class Prefill:
         tokens = runtime.plan.staging_tokens // geometry.page_size * geometry.page_size
         shape = (2, 2, geometry.kv_heads, tokens, geometry.head_dim)
         self.staging = torch.zeros(shape, dtype=geometry.dtype, device=device)  # [slot, K|V, H, tokens, D]
+        # Tokens in each page of a block, all of them full.
+        self._full = torch.full((tokens // geometry.page_size,), geometry.page_size, dtype=torch.int32, device=device)
         wanted = runtime.config.landing
         self.landing = Landing(runtime) if wanted and runtime.ops.lands() else None
         if device.type == "cuda" and wanted and self.landing is None:
@@ -138,8 +140,10 @@ class Prefill:
         for start in range(0, prefix, most):
             tokens = min(prefix - start, most)
             pages = table[start // page_size : -(-(start + tokens) // page_size)]
-            filled = torch.full_like(pages, page_size)
-            filled[-1] = tokens - (len(pages) - 1) * page_size
+            filled = self._full[: len(pages)]  # mostly: the radix cache holds whole pages
+            if tokens % page_size:
+                filled = filled.clone()
+                filled[-1] = tokens % page_size
             blocks.append(Block(pages, filled, tokens))
         return blocks
 
