@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from sglang.srt.sparse_kv import planner
 from sglang.srt.sparse_kv.config import SparseKVConfig
+from sglang.srt.sparse_kv.doctor_gpu import launch_seconds
 from sglang.srt.sparse_kv.geometry import Geometry
 from sglang.srt.sparse_kv.ops import attend
 from sglang.srt.sparse_kv.prefill import Prefill
@@ -94,18 +95,6 @@ def timed(body: Callable[[], None], before: Callable[[], None] = lambda: None) -
     return {"orders": statistics.median(orders[1:]) * 1e3, "all": statistics.median(everything[1:]) * 1e3}
 
 
-def small_launch() -> float:
-    one = torch.zeros(1, device=DEVICE)
-    found = []
-    for _ in range(9):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(400):
-            one.add_(1)
-        found.append((time.perf_counter() - begin) / 400 * 1e6)
-    return statistics.median(found)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200)
@@ -124,7 +113,7 @@ def main() -> None:
     }
     for name, row in found.items():
         print(f"{name:<10} orders {row['orders']:7.2f}  all {row['all']:7.2f} ms", flush=True)
-    launch = small_launch()
+    launch = launch_seconds() * 1e6
     print(f"a small launch {launch:.1f} us")
     if chosen.json:
         about = {**facts("benchmark.prefill_parts"), "launch_us": launch}

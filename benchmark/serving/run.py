@@ -276,17 +276,13 @@ def rates() -> dict[str, float]:
     and many times that on one that is not. Empty without a GPU.
     """
     code = (
-        "import json,statistics,torch,time\n"
+        "import json,torch,time\n"
+        "from sglang.srt.sparse_kv.doctor_gpu import launch_seconds\n"
         "a=torch.empty(1<<30,dtype=torch.uint8,pin_memory=True);b=torch.empty_like(a,device='cuda')\n"
         "b.copy_(a,non_blocking=True);torch.cuda.synchronize();t=time.perf_counter()\n"
         "for _ in range(5): b.copy_(a,non_blocking=True)\n"
         "torch.cuda.synchronize();link=5*(1<<30)/(time.perf_counter()-t)\n"
-        "one=torch.zeros(1,device='cuda');found=[]\n"
-        "for _ in range(9):\n"
-        " torch.cuda.synchronize();t=time.perf_counter()\n"
-        " for _ in range(400): one.add_(1)\n"
-        " found.append((time.perf_counter()-t)/400*1e6)\n"
-        "print(json.dumps({'link_bytes_per_second':link,'launch_us':round(statistics.median(found),2)}))"
+        "print(json.dumps({'link_bytes_per_second':link,'launch_us':round(launch_seconds()*1e6,2)}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     return json.loads(result.stdout) if result.returncode == 0 else {}

@@ -18,9 +18,8 @@ SAMPLE = 256 << 20  # bytes of a copy
 ROUNDS = 4
 FAIR = 0.8  # of what the GPU's kind is known for
 LAUNCHES = 400  # in a row, fewer than a stream holds
-SLOW = (
-    20e-6  # seconds of the host for a small launch; 7 us beside an H200, where a prefill's orders hide under its work
-)
+# Seconds of the host for a small launch; 7 us beside an H200, where a prefill's orders hide under its work.
+SLOW = 20e-6
 
 
 def examine() -> Iterator[Finding]:
