@@ -35,8 +35,7 @@ def measure(requests: int, whole: bool) -> tuple[float, torch.Tensor]:
     units = [rand(heads * SLOTS, 2, page, dim) for _ in range(LAYERS)]
     view = kernels.layer(SLOTS, 10, torch.empty((10, heads, 2, page, dim), dtype=torch.float16, device=kernels.DEVICE))
     view.kv = units[0].view(heads, SLOTS, 2, page, dim)
-    attend.AttendPlan.in_one_piece = staticmethod(lambda sequences, multiprocessors: whole)
-    plan = attend.AttendPlan(workspace(kernels.DEVICE), requests, group, WIDTH, view, dim**-0.5)
+    plan = attend.AttendPlan(workspace(kernels.DEVICE), requests, group, WIDTH, view, dim**-0.5, whole)
     plan.indices.copy_(torch.randint(heads * SLOTS, plan.indices.shape, generator=random, device=kernels.DEVICE))
     q = rand(requests * heads, group, dim)
     time = kernels.timed(lambda: [plan.run(q, layer) for layer in units], per=LAYERS)

@@ -37,11 +37,21 @@ def in_one_piece(sequences: int, multiprocessors: int) -> bool:
 
 
 class AttendPlan:
-    """FlashInfer's wrapper and the buffers it reads, for one batch size and selection width."""
+    """FlashInfer's wrapper and the buffers it reads, for one batch size and selection width.
 
-    in_one_piece = staticmethod(in_one_piece)
+    whole: attends to each sequence in one piece; None: where that is faster.
+    """
 
-    def __init__(self, space: Workspace, requests: int, q_heads: int, width: int, view: LayerView, scale: float):
+    def __init__(
+        self,
+        space: Workspace,
+        requests: int,
+        q_heads: int,
+        width: int,
+        view: LayerView,
+        scale: float,
+        whole: bool | None = None,
+    ):
         device = space.device
         sequences = requests * view.kv.shape[0]
         self.indptr = torch.arange(sequences + 1, dtype=torch.int32, device=device) * width
@@ -49,16 +59,17 @@ class AttendPlan:
         page_size, dim = view.kv.shape[3:]
         self.last_page = torch.full((sequences,), page_size, dtype=torch.int32, device=device)
         self.page_size, self.scale = page_size, scale
-        self.wrapper: Any = self._plan(space, q_heads, dim, view.kv.dtype) if device.type == "cuda" else None
+        self.wrapper: Any = self._plan(space, q_heads, dim, view.kv.dtype, whole) if device.type == "cuda" else None
 
-    def _plan(self, space: Workspace, q_heads: int, dim: int, dtype: torch.dtype):
+    def _plan(self, space: Workspace, q_heads: int, dim: int, dtype: torch.dtype, whole: bool | None):
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         # Split attention keeps partial results here. FlashInfer wants it zeroed before its first use.
         floats = space.plans.get("floats")
         if floats is None:
             floats = space.plans["floats"] = torch.zeros(FLOAT_WORKSPACE, dtype=torch.uint8, device=space.device)
-        whole = self.in_one_piece(len(self.last_page), _multiprocessors(space.device.index or 0))
+        if whole is None:
+            whole = in_one_piece(len(self.last_page), _multiprocessors(space.device.index or 0))
         # What FlashInfer calls graph mode is not needed for a graph, since the buffers are ours: it divides sequences
         # to fill a grid of fixed size, and merges even where it has left them whole.
         fixed: dict[str, Any] = (
