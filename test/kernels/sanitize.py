@@ -65,7 +65,7 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda.resolve(view, chosen.pages, None, clock, move=True)
     cuda.set_miss_rate(gpu, 0)
     cuda.resolve(others[0], chosen.pages, None, clock + 1, move=True)
-    ahead = cuda.plan_prefetch(view, chosen.predicted, None, clock, cap, table, length // page_size)
+    ahead = cuda.plan_prefetch(Prefetch(view, chosen.predicted, clock, cap, table, length // page_size))
     cuda.gather(view, ahead)
     _, fetch = cuda.resolve(view, random_selection(1, n, heads, 20, pages).to(gpu), None, clock + 1)
     cuda.gather(view, fetch, blocks=2)

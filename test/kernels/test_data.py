@@ -223,7 +223,8 @@ def test_a_plan_refuses_pages_that_it_would_have_to_copy(engine):
     with pytest.raises(ValueError, match=r"got strides \(12, 6, 2\) and None"):
         cuda.plan_prefetches([Prefetch(view, pages[..., ::2], ints(STEP), ints(1))])
     with pytest.raises(ValueError, match=r"got strides \(12, 6, 1\) and \(6, 3, 1\)"):
-        cuda.plan_prefetch(view, pages[..., :3], pages[..., :3].contiguous(), ints(STEP), ints(1))
+        some = pages[..., :3]
+        cuda.plan_prefetch(Prefetch(view, some, ints(STEP), ints(1), tokens=some.contiguous()))
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

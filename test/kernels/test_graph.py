@@ -209,7 +209,7 @@ def test_tables_under_random_sleeps(only_gpu):
         clock += 1
         rows = torch.randint(0, 64, (n,), generator=random).to(only_gpu)
         wanted, later = selections[rows], selections[(rows + 1) % 64]
-        ahead = cuda.plan_prefetch(view, later, None, clock - 1, cap)
+        ahead = cuda.plan_prefetch(Prefetch(view, later, clock - 1, cap))
         side.wait_stream(main)
         sleep(side)
         with torch.cuda.stream(side):
@@ -236,7 +236,7 @@ def test_misses_pass_prefetches(only_gpu):
     cap = torch.full((1,), 4000, dtype=torch.int32, device=only_gpu)
     many = torch.arange(1, 2001, dtype=torch.int32, device=only_gpu).expand(1, heads, -1).contiguous()
     few = torch.arange(3000, 3008, dtype=torch.int32, device=only_gpu).expand(1, heads, -1).contiguous()
-    ahead = cuda.plan_prefetch(view, many, None, clock, cap)
+    ahead = cuda.plan_prefetch(Prefetch(view, many, clock, cap))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
 from sglang.srt.sparse_kv.ops import cuda, reference, reference_prefill
-from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE, RESERVED, CapacityError
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NONE, RESERVED, CapacityError, Prefetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 
 STEP = 40
@@ -101,9 +101,9 @@ def test_more_candidates_than_shared_memory_holds(engine):
             got, _ = cuda.resolve(view, chosen[:3].to(engine.device), None, step_on(engine.device))
             assert torch.equal(got.cpu()[:, 0], view.slot_of.cpu()[0][chosen[:3, 0].long()])
         else:
-            reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap_on("cpu", 700))
+            reference.plan_prefetch(Prefetch(expected, chosen, step_on("cpu"), cap_on("cpu", 700)))
             limit = cap_on(engine.device, 700)
-            cuda.plan_prefetch(view, chosen.to(engine.device), None, step_on(engine.device), limit)
+            cuda.plan_prefetch(Prefetch(view, chosen.to(engine.device), step_on(engine.device), limit))
         same_tables(view, expected, before)
 
 
@@ -150,7 +150,8 @@ def test_a_stall_is_noted_while_misses_move(engine, way):
         cuda.skip_copies(engine.device, way == "oracle")
         begin = time.perf_counter_ns()
         if way == "ahead":
-            cuda.gather(view, cuda.plan_prefetch(view, chosen, None, step_on(engine.device), cap_on(engine.device, 9)))
+            plan = Prefetch(view, chosen, step_on(engine.device), cap_on(engine.device, 9))
+            cuda.gather(view, cuda.plan_prefetch(plan))
         else:
             cuda.gather(view, cuda.resolve(view, chosen, None, step_on(engine.device), move=way != "gather")[1])
         stalled = int(view.stalled)
@@ -175,9 +176,9 @@ def test_plan_prefetch(engine, case, cap):
             view.stamp[:, slots // 3 :] = torch.where(view.page_of[:, slots // 3 :] >= 0, STEP, RESERVED)
         expected, before = copy_of(view), copy_of(view)
         chosen = random_selection(seed, n, heads, width, pages, inactive)
-        fetch_ref = reference.plan_prefetch(expected, chosen, None, step_on("cpu"), cap_on("cpu", cap))
+        fetch_ref = reference.plan_prefetch(Prefetch(expected, chosen, step_on("cpu"), cap_on("cpu", cap)))
         step, limit = step_on(engine.device), cap_on(engine.device, cap)
-        fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, step, limit)
+        fetch = cuda.plan_prefetch(Prefetch(view, chosen.to(engine.device), step, limit))
         same_tables(view, expected, before)
         same_fetch(view, fetch, fetch_ref)
         cuda.gather(view, fetch)
@@ -194,21 +195,20 @@ def test_prefetch_of_logical_pages(engine):
     closed = torch.tensor([logical, 9, 0])
     chosen = store[index]
     chosen = torch.where(chosen < closed[:, None, None], chosen, NONE)
-    fetch_ref = reference.plan_prefetch(
-        expected, reference.lookup(table, chosen), None, step_on("cpu"), cap_on("cpu", 4)
-    )
+    physical = reference.lookup(table, chosen)
+    fetch_ref = reference.plan_prefetch(Prefetch(expected, physical, step_on("cpu"), cap_on("cpu", 4)))
     wide = torch.full((7, 3, heads, width), NONE, dtype=torch.int32)
     wide[:, 1] = store
-    fetch = cuda.plan_prefetch(
+    plan = Prefetch(
         view,
         wide.to(engine.device)[:, 1],
-        None,
         step_on(engine.device),
         cap_on(engine.device, 4),
         table=table.to(engine.device),
         closed=closed.to(engine.device),
         index=index.to(engine.device),
     )
+    fetch = cuda.plan_prefetch(plan)
     same_tables(view, expected, before)
     same_fetch(view, fetch, fetch_ref)
 
@@ -284,9 +284,9 @@ def test_many_steps(engine):
             cuda.gather(view, fetch)
         elif kind == 2:
             clock, cap = step_on("cpu", step - 1), cap_on("cpu", 2)
-            reference.plan_prefetch(expected, chosen, None, clock, cap)
+            reference.plan_prefetch(Prefetch(expected, chosen, clock, cap))
             clock, cap = clock.to(engine.device), cap.to(engine.device)
-            fetch = cuda.plan_prefetch(view, chosen.to(engine.device), None, clock, cap)
+            fetch = cuda.plan_prefetch(Prefetch(view, chosen.to(engine.device), clock, cap))
             cuda.gather(view, fetch)
         else:
             gone = chosen[0, 0]
@@ -390,19 +390,8 @@ def test_each_request_is_charged_for_its_own(engine):
         table = torch.randint(1, pages, (n, 16), dtype=torch.int32)
         closed = torch.full((n,), 14)
         for step, cap in ((STEP, 4), (STEP + 1, -1)):
-            reference.plan_prefetch(
-                expected, predicted, None, step_on("cpu", step), cap_on("cpu", cap), table, closed, owner, known
-            )
-            cuda.plan_prefetch(
-                view,
-                predicted.to(device),
-                None,
-                step_on(device, step),
-                cap_on(device, cap),
-                table.to(device),
-                closed.to(device),
-                owner.to(device),
-                account,
-            )
+            common = (predicted, step_on("cpu", step), cap_on("cpu", cap), table, closed, owner)
+            reference.plan_prefetch(Prefetch(expected, *common, fetched=known))
+            cuda.plan_prefetch(Prefetch(view, *(tensor.to(device) for tensor in common), fetched=account))
             assert torch.equal(account.cpu(), known) and bool(known[:, 1].sum() > 0)
         same_tables(view, expected, before)

@@ -9,7 +9,7 @@ import torch
 from cache_rig import DIM, FULL, PAGES, clock, make_cache, rows
 from sglang.srt.sparse_kv.geometry import resident_layers
 from sglang.srt.sparse_kv.ops import landmarks, reference, reference_prefill
-from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, RESERVED, CapacityError, Prefetch
 from sglang.srt.sparse_kv.page_cache import PageCache
 
 
@@ -73,19 +73,20 @@ def test_a_prefetch_leaves_this_step_alone_and_yields_to_it():
     #        page   5   7   8   2      planned ahead of step 10, when 2 and 8 were selected in step 9
     #        stamp  7   8   9   9
     view = put(cache := make_cache(4), [5, 7, 8, 2], [7, 8, 9, 9])
-    fetch = reference.plan_prefetch(view, units([1, 3, 4]), None, clock(9), cap=3)
+    fetch = reference.plan_prefetch(Prefetch(view, units([1, 3, 4]), clock(9), cap=3))
     assert rows(fetch) == [(1, 0, 0, FULL), (3, 0, 1, FULL)], "4 ranks last and finds no slot older than step 9"
     #        page   1   3   8   2      all of them yield to the true selection of step 10
     reference.resolve(view, units([10, 11, 12, 13]), None, clock(10))
     assert sorted(view.page_of[0].tolist()) == [10, 11, 12, 13] and counter(view, "wasted") == 2
     cache.check()
-    fetch = reference.plan_prefetch(view, units([1]), None, clock(10), cap=1)
+    fetch = reference.plan_prefetch(Prefetch(view, units([1]), clock(10), cap=1))
     assert rows(fetch) == [], "after the selection nothing is older than step 10"
 
 
 def test_a_unit_in_flight_is_a_hit_and_useful_once():
     view = make_cache(4).views[0]
-    reference.plan_prefetch(view, units([6, 7], [6]), None, clock(9), cap=2)  # shared by two requests: one fetch
+    plan = Prefetch(view, units([6, 7], [6]), clock(9), cap=2)  # shared by two requests: one fetch
+    reference.plan_prefetch(plan)
     assert counter(view, "prefetched") == 2 and counter(view, "tokens_in") == 2 * FULL
     _, fetch = reference.resolve(view, units([6], [6]), None, clock(10))
     assert rows(fetch) == [] and counter(view, "hit") == 2 and counter(view, "useful") == 1
@@ -99,13 +100,13 @@ def test_predicted_pages_stay_but_never_grow_younger_than_they_are():
     #        page   5   7
     #        stamp  3  12     predicted for step 9 both: 5 is kept, 7 was selected later than that
     view = put(make_cache(2), [5, 7], [3, 12])
-    reference.plan_prefetch(view, units([5, 7]), None, clock(9), cap=2)
+    reference.plan_prefetch(Prefetch(view, units([5, 7]), clock(9), cap=2))
     assert view.stamp.tolist() == [[9, 12]] and not view.ahead.any()
 
 
 def test_the_cap_counts_missing_units_per_request_and_head():
     view = put(make_cache(6), [5], [3])
-    fetch = reference.plan_prefetch(view, units([5, 6, 7, 8], [9, 10, 11]), None, clock(9), cap=2)
+    fetch = reference.plan_prefetch(Prefetch(view, units([5, 6, 7, 8], [9, 10, 11]), clock(9), cap=2))
     assert [r[0] for r in rows(fetch)] == [9, 6, 10, 7]  # by rank, then request; 8 and 11 are beyond the cap
 
 
@@ -113,9 +114,9 @@ def test_padding_reaches_nothing():
     """-1 is the last page and the last slot to an indexing bug."""
     view = put(make_cache(2), [PAGES - 1, 4], [5, 5])
     before = [t.clone() for t in (view.slot_of, view.page_of, view.stamp, view.ahead)]
-    for call in (reference.resolve, lambda *a: (None, reference.plan_prefetch(*a, 4))):
-        _, fetch = call(view, units([NONE, NONE], [NONE, NONE]), None, clock(9))
-        assert rows(fetch) == []
+    nothing = units([NONE, NONE], [NONE, NONE])
+    _, fetch = reference.resolve(view, nothing, None, clock(9))
+    assert rows(fetch) == [] == rows(reference.plan_prefetch(Prefetch(view, nothing, clock(9), 4)))
     reference.invalidate(view, torch.tensor([NONE, NONE]))
     after = (view.slot_of, view.page_of, view.stamp, view.ahead)
     assert all(torch.equal(a, b) for a, b in zip(before, after)) and not view.counters.any()
@@ -310,7 +311,7 @@ def test_reserved_slots_are_never_used():
     with pytest.raises(CapacityError, match="needs 3 slots and 2 of 4"):
         reference.resolve(view, units([1, 2, 3]), None, clock(9))
     reference.resolve(view, units([1, 2]), None, clock(9))
-    reference.plan_prefetch(view, units([5, 6]), None, clock(9), cap=9)
+    reference.plan_prefetch(Prefetch(view, units([5, 6]), clock(9), cap=9))
     reference_prefill.install(view, torch.tensor([7]), torch.tensor([FULL]), clock(9))
     reference.clear(view)
     assert view.stamp.tolist() == [[NEVER, NEVER, RESERVED, RESERVED]]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from sglang.srt.sparse_kv.ops import reference, reference_prefill
-from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, CapacityError, Fetch
+from sglang.srt.sparse_kv.ops.reference import COUNTERS, NEVER, NONE, CapacityError, Fetch, Prefetch
 
 
 class Head:
@@ -152,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(requests=SELECTIONS, back=st.integers(0, 1), cap=st.integers(0, 3))
     def predict(self, requests, back, cap):
-        fetch = reference.plan_prefetch(self.view, as_tensor(requests), None, clock(self.step - back), cap)
+        fetch = reference.plan_prefetch(Prefetch(self.view, as_tensor(requests), clock(self.step - back), cap))
         self.land(fetch, self.model.prefetch(requests, self.step - back, cap))
 
     @rule(pages=st.lists(st.integers(1, PAGES - 1), max_size=4), tokens=st.integers(1, FULL))

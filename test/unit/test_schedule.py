@@ -205,9 +205,10 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
     def watch(name):
         operation = getattr(runtime.ops, name)
 
-        def watched(view, *args, **kwargs):
-            found = operation(view, *args, **kwargs)
+        def watched(first, *args, **kwargs):
+            found = operation(first, *args, **kwargs)
             operations.append(name)
+            view = first.view if name == "plan_prefetch" else first
             mine = flying.setdefault(view.kv.data_ptr(), [])
             if landed(view):
                 mine.clear()
@@ -222,9 +223,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
 
     def plan_prefetches(plans):
         for plan in plans:
-            plan.fetch = runtime.ops.plan_prefetch(
-                plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-            )
+            plan.fetch = runtime.ops.plan_prefetch(plan)
         planned.append(len(plans))
 
     planned: list[int] = []

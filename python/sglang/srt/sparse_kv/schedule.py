@@ -115,10 +115,7 @@ class Schedule:
     def _prefetch(self, layer: int, step: DecodeStep) -> None:
         """Fetches what the step before predicted for this one."""
         plan = self._plan(layer, step, self.runtime.clock_before, LATE)
-        fetch = self.runtime.ops.plan_prefetch(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-        )
-        self._submit(layer, plan.view, fetch)
+        self._submit(layer, plan.view, self.runtime.ops.plan_prefetch(plan))
 
     def _submit(self, layer: int, view: LayerView, fetch: Fetch) -> None:
         runtime = self.runtime
@@ -131,7 +128,7 @@ class Schedule:
         pages, tokens = step.forced(runtime.shape)  # [N, F]
         heads = runtime.geometry.kv_heads
         pages, tokens = (t[:, None, :].expand(-1, heads, -1).contiguous() for t in (pages, tokens))
-        forced = runtime.ops.plan_prefetch(view, pages, tokens, runtime.clock_before, runtime.forced_cap)
-        self._submit(layer, view, forced)
+        forced = Prefetch(view, pages, runtime.clock_before, runtime.forced_cap, tokens=tokens)
+        self._submit(layer, view, runtime.ops.plan_prefetch(forced))
         # These are in flight while the predicted are planned; they share one stamp, so none takes another's slot.
         self._prefetch(layer, step)

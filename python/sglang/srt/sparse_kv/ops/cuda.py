@@ -334,11 +334,9 @@ def _account(fetched: torch.Tensor | None, owner) -> dict[str, Any]:
     return {"fetched": pointer(contiguous(fetched, "fetched", torch.int32)), "owner": ints(owner, "owner")}
 
 
-def plan_prefetch(
-    view: LayerView, pages, tokens, step, cap, table=None, closed=None, index=None, fetched=None
-) -> DeviceFetch:
+def plan_prefetch(plan: Prefetch) -> DeviceFetch:
     """As reference.plan_prefetch; the rows of `pages` may be strided."""
-    return _edit(view, _plan(view, pages, tokens, step, cap, table, closed, index, fetched))
+    return _edit(plan.view, _planning(plan))
 
 
 def plan_prefetches(plans: Sequence[Prefetch]) -> None:
@@ -351,9 +349,7 @@ def plan_prefetches(plans: Sequence[Prefetch]) -> None:
     arguments: list[Any] = []
     entries = 1
     for plan in plans:
-        request, plan.fetch = _plan(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-        )
+        request, plan.fetch = _planning(plan)
         arguments += [view_of(plan.view), request]
         entries = max(entries, request.n * request.width)
     arguments += [None] * (2 * (abi.JOBS - 1) - len(arguments))
@@ -361,23 +357,24 @@ def plan_prefetches(plans: Sequence[Prefetch]) -> None:
     launch("plan_prefetches", device, workspace(device).work(kv_heads[0], entries), *arguments)
 
 
-def _plan(view: LayerView, pages, tokens, step, cap, table, closed, index, fetched):
+def _planning(plan: Prefetch):
+    """The arguments of a prefetch, and the fetch that it will fill."""
+    pages, tokens, index = plan.pages, plan.tokens, plan.index
     n = pages.shape[0] if index is None else index.shape[0]
-    width = pages.shape[2]
     # A copy would be gone before its launch.
     if pages.stride(2) != 1 or (tokens is not None and tokens.stride() != pages.stride()):
         raise ValueError(
             f"plan_prefetch: pages of a row must lie together and tokens as they do, got strides {pages.stride()} and "
             f"{None if tokens is None else tokens.stride()}"
         )
-    fields: dict[str, Any] = {"cap": pointer(contiguous(cap, "cap", torch.int32)), **_account(fetched, index)}
-    if table is not None:
-        table = contiguous(table, "table", torch.int32)
-        fields |= {"table": pointer(table), "table_width": table.shape[1], "closed": ints(closed, "closed")}
+    fields: dict[str, Any] = {"cap": pointer(contiguous(plan.cap, "cap", torch.int32))} | _account(plan.fetched, index)
+    if plan.table is not None:
+        table = contiguous(plan.table, "table", torch.int32)
+        fields |= {"table": pointer(table), "table_width": table.shape[1], "closed": ints(plan.closed, "closed")}
     if index is not None:
         fields["index"] = ints(index, "index")
     strides = (pages.stride(0), pages.stride(1))
-    return _request(view, pages, tokens, step, PREFETCH, (n, width), strides, **fields)
+    return _request(plan.view, pages, tokens, plan.step, PREFETCH, (n, pages.shape[2]), strides, **fields)
 
 
 def install(view: LayerView, pages, tokens, step) -> DeviceFetch:

@@ -51,17 +51,18 @@ class Fetch:
 
 @dataclass
 class Prefetch:
-    """A prefetch to plan; `fetch` is its result."""
+    """A prefetch to plan, see `plan_prefetch`."""
 
     view: LayerView
-    pages: torch.Tensor
-    step: torch.Tensor
-    cap: torch.Tensor
-    table: torch.Tensor | None = None
-    closed: torch.Tensor | None = None
-    index: torch.Tensor | None = None
-    fetched: torch.Tensor | None = None
-    fetch: Fetch | None = None
+    pages: torch.Tensor  # int32 [N, H, K] in order of rank, NONE padded
+    step: torch.Tensor  # int32 [1], the stamp
+    cap: torch.Tensor  # int32 [1], units fetched at most per request and head; negative: nothing is done at all
+    table: torch.Tensor | None = None  # int32 [N, MP]: the pages are logical
+    closed: torch.Tensor | None = None  # int [N], with table: logical pages from here on are skipped
+    index: torch.Tensor | None = None  # int [N]: request i's pages are pages[index[i]]
+    fetched: torch.Tensor | None = None  # int32 [slots, 2]: the units within the cap are added to [index[i], 1]
+    tokens: torch.Tensor | None = None  # int32 [N, H, K] of each page, None when all are full
+    fetch: Fetch | None = None  # the result of `plan_prefetches`
 
 
 class CapacityError(RuntimeError):
@@ -349,48 +350,35 @@ def _charge(account: torch.Tensor, owner: torch.Tensor, missing: torch.Tensor) -
     account.index_add_(0, owner.long(), missing.sum((1, 2), dtype=account.dtype))
 
 
-def plan_prefetch(
-    view: LayerView,
-    pages,
-    tokens,
-    step: torch.Tensor,
-    cap: torch.Tensor,
-    table=None,
-    closed=None,
-    index=None,
-    fetched=None,
-) -> Fetch:
+def plan_prefetch(plan: Prefetch) -> Fetch:
     """Enters predicted units that are not resident, best rank first, as far as slots with stamp < step reach.
 
-    pages int32 [N, H, K] in order of rank, NONE padded; tokens int32 [N, H, K] of each, None when all are full.
-    With `table` int32 [N, MP] the pages are logical, and those at or beyond `closed` int [N] are skipped; with `index`
-    int [N], request i's pages are pages[index[i]]. cap: int32 [1], units fetched at most per request and head.
-    Resident units are stamped, so that what is predicted stays. A negative cap switches all of this off. fetched: int32
-    [slots, 2], where the units within the cap are added in column 1, in the row index[i].
+    Resident units are stamped, so that what is predicted stays.
     """
+    view, pages, step, cap = plan.view, plan.pages, plan.step, plan.cap
     if int(cap) < 0:
         return Fetch(cap.new_zeros((0, 4)), cap.new_zeros(1))
-    if index is not None:
-        pages = pages[index]
-    if table is not None:
-        pages = lookup(table, torch.where(pages < closed[:, None, None], pages, NONE))
+    if plan.index is not None:
+        pages = pages[plan.index]
+    if plan.table is not None:
+        assert plan.closed is not None, "logical pages come with how many are closed"
+        pages = lookup(plan.table, torch.where(pages < plan.closed[:, None, None], pages, NONE))
     slots = _slots_of(view, pages)
     _, head, _ = place = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[place].long()
     view.stamp[head, slot] = view.stamp[head, slot].clamp(min=step)
     missing = (pages >= 0) & (slots < 0)
     missing &= missing.cumsum(-1) <= cap
-    if fetched is not None:
-        _charge(fetched[:, 1], index, missing)
-    return _enter_missing(view, missing, pages, tokens, step, ahead=True)
+    if plan.fetched is not None:
+        assert plan.index is not None, "units are charged to the owners of slots"
+        _charge(plan.fetched[:, 1], plan.index, missing)
+    return _enter_missing(view, missing, pages, plan.tokens, step, ahead=True)
 
 
 def plan_prefetches(plans: Sequence[Prefetch]) -> None:
     """Plans one or two prefetches, of layers whose tables are not shared, and tells them their fetches."""
     for plan in plans:
-        plan.fetch = plan_prefetch(
-            plan.view, plan.pages, None, plan.step, plan.cap, plan.table, plan.closed, plan.index, plan.fetched
-        )
+        plan.fetch = plan_prefetch(plan)
 
 
 def invalidate(view: LayerView, pages: torch.Tensor) -> None:
