@@ -35,6 +35,16 @@ def test_chunks_around_page_borders(prefix, blocks):
         rig.decode([1])
 
 
+def test_blocks_count_the_prefixs_tokens_in_each_page():
+    """One prefill after the other: full pages are counted in one tensor for all, a page that is not full in its own."""
+    prefill, table = small_blocks(Rig(page=PAGE), 2).prefill, torch.arange(1, 40, dtype=torch.int32)
+    for prefix in (4 * PAGE, 3 * PAGE + 1, PAGE - 1, 2 * PAGE + 5, 4 * PAGE):
+        blocks = prefill._blocks(table, prefix)
+        counts = torch.cat([block.page_tokens for block in blocks]).tolist()
+        assert counts == [min(PAGE, prefix - start) for start in range(0, prefix, PAGE)]
+        assert sum(block.tokens for block in blocks) == prefix
+
+
 @pytest.mark.parametrize("transfer", sorted(set(CPU_TRANSFERS) - {"oracle", "broken"}))
 def test_a_prefix_longer_than_both_staging_slots(transfer):
     """Seven blocks take turns in two slots; a slot overwritten too early, or read too early, shows."""
