@@ -87,8 +87,8 @@ def sound_request(
 
 
 def _known_ids(ids: Sequence[int], size: int) -> array[int]:
-    """The array that SGLang makes of ids, and takes as it is: a long list takes longer to look through than to turn
-    into one, and the first token waits for both. Raises ValueError, one sentence.
+    """The array that SGLang makes of ids, which of an array is a plain copy. A long list takes longer to look through
+    than to turn into one, and the first token waits for both. Raises ValueError, one sentence.
     """
     try:
         made = array("q", ids)
