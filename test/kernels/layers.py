@@ -107,3 +107,10 @@ def copied(view: LayerView, fetch) -> None:
     kv, host = view.kv.cpu(), view.host
     for page, head, slot, tokens in fetch.units[: int(fetch.count)].tolist():
         assert torch.equal(kv[head, slot, :, :tokens], host[page, head, :, :tokens])
+
+
+def tokens_of(seed, n, heads, dim, dtype, device):
+    """Keys and values [n, heads, dim], on the CPU and on the device."""
+    random = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn((n, heads, dim), generator=random).to(dtype) for _ in range(2))
+    return k, v, k.to(device), v.to(device)

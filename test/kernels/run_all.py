@@ -113,7 +113,7 @@ def main() -> int:
         logged = f"import logging; logging.basicConfig(level='INFO'); {build}"
         if wanted("build"):
             runner.stage("build", [python, "-c", logged], 240)
-        parity = [f"test/kernels/test_{name}.py" for name in ("tables", "scores", "data")]
+        parity = [f"test/kernels/test_{name}.py" for name in ("tables", "prefetches", "scores", "data")]
         if wanted("parity"):
             runner.stage("parity", [*tests, *parity, "test/unit/test_pinned.py", "test/unit/test_kernel_abi.py"], 200)
         if wanted("graph"):

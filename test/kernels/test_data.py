@@ -9,23 +9,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from layers import copied, copy_of, make_layer, random_selection, same_fetch, same_tables
+from layers import copied, copy_of, make_layer, same_tables, tokens_of
 from sglang.srt.sparse_kv.landing import runs_of
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.attend import Inputs
 from sglang.srt.sparse_kv.ops.launching import inner_contiguous
-from sglang.srt.sparse_kv.ops.reference import Fetch, Prefetch
+from sglang.srt.sparse_kv.ops.reference import Fetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import PlainTransfer, StreamTransfer
 
 STEP = 40
 GRID = list(itertools.product([8, 16, 32], [64, 128], [torch.bfloat16, torch.float16]))
-
-
-def tokens_of(seed, n, heads, dim, dtype, device):
-    random = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn((n, heads, dim), generator=random).to(dtype) for _ in range(2))
-    return k, v, k.to(device), v.to(device)
 
 
 def same_landmarks(ours, expected):
@@ -129,102 +123,6 @@ def test_write_token_refuses_two_rows(engine):
     inputs = Inputs(None, q, torch.empty((6, 8, 64), dtype=q.dtype, device=engine.device), page)
     with pytest.raises(ValueError, match="one row of queries for each of 3 requests, got 6"):
         cuda.write_token(view, k, k, page, None, page, page.bool(), inputs=inputs)
-
-
-@pytest.mark.parametrize("plans", [1, 2])
-def test_prefetches_beside_an_append(engine, plans):
-    """One launch edits other layers' tables as a call for each would."""
-    heads, n = 3, 4
-    to = lambda t: t.to(engine.device)  # noqa: E731
-    for seed in range(3):
-        engine.seed(seed)
-        view = make_layer(seed, engine.device, heads, 16, 40, resident=0.9)
-        others = [make_layer(10 + seed + i, engine.device, heads, 20, 40, resident=0.8) for i in range(plans)]
-        page, offset = torch.tensor([3, 9, 12, 20]), torch.tensor([0, 15, 1, 7])
-        active = torch.tensor([True, True, False, True])
-        k, v, k_dev, v_dev = tokens_of(seed, n, heads, 64, torch.bfloat16, engine.device)
-        step, cap = torch.tensor([STEP], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
-        table = torch.stack([torch.randperm(39)[:20] + 1 for _ in range(n)]).to(torch.int32)
-        store, index, closed = (
-            random_selection(seed, 6, heads, 7, 20),
-            torch.tensor([4, 1, 0, 5]),
-            torch.tensor([20, 9, 0, 15]),
-        )
-        before, expected = [copy_of(x) for x in (view, *others)], [copy_of(x) for x in (view, *others)]
-        on_cpu = [Prefetch(x, store, step - i, cap, table, closed, index) for i, x in enumerate(expected[1:])]
-        reference.append(expected[0], k, v, page, offset, active, step, reference.gather)
-        reference.plan_prefetches(on_cpu)
-        there = [to(t) for t in (cap, table, closed, index)]
-        ours = [Prefetch(x, to(store), to(step - i), *there) for i, x in enumerate(others)]
-        cuda.append(view, k_dev, v_dev, to(page), to(offset), to(active), to(step))
-        cuda.plan_prefetches(ours)
-        workspace(engine.device).check()
-        for got, wanted, was in zip((view, *others), expected, before, strict=True):
-            same_tables(got, wanted, was)
-        for mine, theirs in zip(ours, on_cpu, strict=True):
-            same_fetch(mine.view, mine.fetch, theirs.fetch)
-            assert int(theirs.fetch.count) > 0
-            cuda.gather(mine.view, mine.fetch)
-            copied(mine.view, mine.fetch)
-        assert workspace(engine.device).cursor.tolist() == [0] * 6
-
-
-@pytest.mark.parametrize("width", [7, 1050])
-def test_prefetches_leave_the_scratch_of_other_operations(engine, width):
-    """What a look-up or a score beside them is using, or a mover. width: the wide one's winners do not fit shared
-    memory.
-    """
-    n, pages = 2, 2 * width + 40
-    table = (torch.randperm(pages - 1)[: n * width] + 1).view(n, width).to(torch.int32)
-    store = torch.arange(width, dtype=torch.int32).expand(n, 2, width).contiguous()
-    index, closed = torch.arange(n), torch.full((n,), width)
-    step, cap = torch.tensor([STEP], dtype=torch.int32), torch.tensor([width], dtype=torch.int32)
-    layers = [make_layer(i, engine.device, 2, pages, pages, 8, 64, resident=0.0) for i in range(2)]
-    before, expected = [copy_of(x) for x in layers], [copy_of(x) for x in layers]
-    on_cpu = [Prefetch(x, store, step, cap, table, closed, index) for x in expected]
-    reference.plan_prefetches(on_cpu)
-    there = [t.to(engine.device) for t in (store, step, cap, table, closed, index)]
-    ours = [Prefetch(x, *there) for x in layers]
-    space = workspace(engine.device)
-    work = space.work(2, n * width)
-    first_job = space.buffer("list", 1, torch.int32)[: 2 * work.list_width]
-    used = (first_job, space.buffer("rows", 1, torch.int32), space.cursor[:2], space.tasks, space.urgent, space.tickets)
-    for number, scratch in enumerate(used, 1):
-        scratch.fill_(number)
-    try:
-        cuda.plan_prefetches(ours)
-        for number, scratch in enumerate((*used, space.error)):
-            assert bool((scratch == (number + 1) % (len(used) + 1)).all()), f"scratch {number} was written"
-    finally:
-        for scratch in used:
-            scratch.zero_()
-    assert space.cursor.tolist() == [0] * 6
-    for mine, theirs, got, wanted, was in zip(ours, on_cpu, layers, expected, before, strict=True):
-        assert int(mine.fetch.count) == 2 * n * width
-        same_tables(got, wanted, was)
-        same_fetch(got, mine.fetch, theirs.fetch)
-
-
-def test_no_more_prefetches_than_a_launch_holds(engine):
-    view = make_layer(0, engine.device)
-    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
-    none = lambda heads: torch.full((1, heads, 3), -1, dtype=torch.int32, device=engine.device)  # noqa: E731
-    plan = Prefetch(view, none(2), ints(STEP), ints(1))
-    other = Prefetch(make_layer(1, engine.device, 3), none(3), ints(STEP), ints(1))
-    for plans, heads in (([], r"\[\]"), ([plan] * 3, r"\[2, 2, 2\]"), ([plan, other], r"\[2, 3\]")):
-        with pytest.raises(ValueError, match=f"one or two of layers with as many heads, got layers with {heads} heads"):
-            cuda.plan_prefetches(plans)
-
-
-def test_a_plan_refuses_pages_that_it_would_have_to_copy(engine):
-    view = make_layer(0, engine.device)
-    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
-    pages = torch.full((1, 2, 6), -1, dtype=torch.int32, device=engine.device)
-    with pytest.raises(ValueError, match=r"got strides \(12, 6, 2\) and None"):
-        cuda.plan_prefetches([Prefetch(view, pages[..., ::2], ints(STEP), ints(1))])
-    with pytest.raises(ValueError, match=r"got strides \(12, 6, 1\) and \(6, 3, 1\)"):
-        some = pages[..., :3]
-        cuda.plan_prefetch(Prefetch(view, some, ints(STEP), ints(1), tokens=some.contiguous()))
 
 
 @pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)

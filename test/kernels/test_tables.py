@@ -163,56 +163,6 @@ def test_a_stall_is_noted_while_misses_move(engine, way):
     assert not bool(workspace(engine.device).urgent.any())
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: "-".join(map(str, c)))
-@pytest.mark.parametrize("cap", [-1, 0, 3, 1000])
-def test_plan_prefetch(engine, case, cap):
-    n, heads, width, slots, pages, resident, inactive = case
-    if engine.small and case in LARGE:
-        pytest.skip("too large to emulate")
-    for seed in range(2 if engine.small or case in LARGE else 4):
-        engine.seed(seed)
-        view = make_layer(seed, engine.device, heads, slots, pages, *unit_shape(case), resident=resident)
-        if seed % 2:  # little room: the best ranks must win it
-            view.stamp[:, slots // 3 :] = torch.where(view.page_of[:, slots // 3 :] >= 0, STEP, RESERVED)
-        expected, before = copy_of(view), copy_of(view)
-        chosen = random_selection(seed, n, heads, width, pages, inactive)
-        fetch_ref = reference.plan_prefetch(Prefetch(expected, chosen, step_on("cpu"), cap_on("cpu", cap)))
-        step, limit = step_on(engine.device), cap_on(engine.device, cap)
-        fetch = cuda.plan_prefetch(Prefetch(view, chosen.to(engine.device), step, limit))
-        same_tables(view, expected, before)
-        same_fetch(view, fetch, fetch_ref)
-        cuda.gather(view, fetch)
-        copied(view, fetch)
-
-
-def test_prefetch_of_logical_pages(engine):
-    n, heads, width, pages, logical = 3, 2, 6, 64, 20
-    view = make_layer(1, engine.device, heads, 24, pages)
-    expected, before = copy_of(view), copy_of(view)
-    table = torch.stack([torch.randperm(pages - 1)[:logical] + 1 for _ in range(n)]).to(torch.int32)
-    store = random_selection(5, 7, heads, width, logical)
-    index = torch.tensor([4, 0, 2])
-    closed = torch.tensor([logical, 9, 0])
-    chosen = store[index]
-    chosen = torch.where(chosen < closed[:, None, None], chosen, NONE)
-    physical = reference.lookup(table, chosen)
-    fetch_ref = reference.plan_prefetch(Prefetch(expected, physical, step_on("cpu"), cap_on("cpu", 4)))
-    wide = torch.full((7, 3, heads, width), NONE, dtype=torch.int32)
-    wide[:, 1] = store
-    plan = Prefetch(
-        view,
-        wide.to(engine.device)[:, 1],
-        step_on(engine.device),
-        cap_on(engine.device, 4),
-        table=table.to(engine.device),
-        closed=closed.to(engine.device),
-        index=index.to(engine.device),
-    )
-    fetch = cuda.plan_prefetch(plan)
-    same_tables(view, expected, before)
-    same_fetch(view, fetch, fetch_ref)
-
-
 @pytest.mark.parametrize(("count", "room"), [(1, 24), (7, 24), (30, 10), (0, 5)])
 def test_install(engine, count, room):
     view = make_layer(3, engine.device, 2, 24, 64, resident=0.5)
