@@ -26,6 +26,7 @@ OURS = {
     "score": SELECTION,
     "select": SELECTION,
     "predict": SELECTION,
+    "score_few": SELECTION,
     "score_plain": SELECTION,
     "dense": SELECTION,
     "append": TABLE,
@@ -41,6 +42,7 @@ OURS = {
     "prepare": ATTENTION,
     "finish": ATTENTION,
 }
+BEGINS = {"append"}, {"score", "score_few", "score_plain"}  # of layers, if there are any
 KERNEL = re.compile(r"\bskv::(\w+?)_kernel\b")
 ATTENTION_KERNEL = re.compile(
     r"BatchDecode|BatchPrefill|SinglePrefill|PrefillWithKVCache|flash_fwd|merge_state", re.IGNORECASE
@@ -101,11 +103,12 @@ def _of_operations(spans: Iterable[dict[str, Any]]) -> list[Event]:
 def number(events: list[Event], layers: int) -> list[Event]:
     """The events of whole steps, numbered, with a span for each layer.
 
-    layers: of the model. A layer begins with the append, or write, of its token. Counted from the end: a profile may
-    start within a step and ends after one. Raises ValueError without a whole step.
+    layers: of the model. A layer begins with its scores, with an append before them, or, where it has none, with the
+    write of its token. Counted from the end: a profile may start within a step and ends after one. Raises ValueError
+    without a whole step.
     """
-    writes = ("append", "write_token")
-    anchors = writes if any(event.name in writes for event in events) else ("score",)
+    names = {event.name for event in events}
+    anchors = next((first for first in BEGINS if names & first), {"write_token"})
     begins = [event.start for event in events if event.name in anchors]
     steps = len(begins) // layers
     if not steps:

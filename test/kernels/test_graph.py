@@ -22,12 +22,12 @@ SHAPE = SelectionShape.from_tokens(PAGE, 256, 16, 64)
 
 
 class LayerStep:
-    """append with another layer's prefetch on a branch beside score and select, resolve with its copies, from static
-    inputs.
+    """Another layer's prefetch on a branch beside score and select, resolve with its copies, and the write of the
+    token, or an append in its place and first; from static inputs.
     """
 
-    def __init__(self, gpu, n: int, max_pages: int, seed: int = 0):
-        self.n, self.gpu = n, gpu
+    def __init__(self, gpu, n: int, max_pages: int, seed: int = 0, appends: bool = False):
+        self.n, self.gpu, self.appends = n, gpu, appends
         pages = n * max_pages + 1
         self.view = make_layer(seed, gpu, HEADS, n * (SHAPE.width + 2) + 40, pages, PAGE, DIM, torch.float16)
         random = torch.Generator().manual_seed(seed)
@@ -56,31 +56,29 @@ class LayerStep:
         closed = torch.where(self.active, logical, 0)
         plan = Prefetch(self.other, self.predicted, self.clock, self.cap, self.table, closed, self.rows)
         kept = torch.empty_like(self.predicted)
-        with self.transfer.branch():
-            open_slots = cuda.append(
-                self.view,
-                self.k[:, 0],
-                self.v[:, 0],
-                page,
-                self.length % PAGE,
-                self.active,
-                self.clock,
-            )
+        offset = self.length % PAGE
+        token = self.view, self.k[:, 0], self.v[:, 0], page
+        if self.appends:
+            cuda.append(*token, offset, self.active, self.clock)
         with self.transfer.along():
             cuda.plan_prefetches([plan])
             self.transfer.submit(0, lambda: cuda.gather(self.other, plan.fetch))
         scores = cuda.score(self.q, self.view.landmarks, self.table, lo, hi, SCALE)
         chosen = cuda.select(scores, self.table, self.length, self.active, SHAPE, SHAPE.budget_pages, last=self.last)
-        self.transfer.join_branch()
         with self.transfer.branch(first=False):
             kept_by = (kept, self.rows)
             cuda.predict(scores, self.length, self.active, SHAPE, SHAPE.budget_pages, kept_by, self.last)
-        slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True)
+        found_by = {"num_pages": chosen.num_pages, "open_tokens": offset}
+        slots, _ = cuda.resolve(self.view, chosen.pages, None, self.clock, move=True, **found_by)
+        if not self.appends:
+            cuda.write_token(*token, None, offset, self.active)
+            with self.transfer.branch(first=False):
+                cuda.close_pages(self.view, page, offset, self.active)
         self.transfer.join_branch()
         self.transfer.join_all()
         self.predicted[1:] = kept[1:]
         chosen.predicted = self.predicted
-        return open_slots, chosen, slots, plan.fetch
+        return chosen, slots, plan.fetch
 
     def set_inputs(self, seed: int):
         # Lengths jump from call to call, where real ones grow: of an open page left behind, the cache holds only the
@@ -100,7 +98,7 @@ class LayerStep:
 
     def check(self, out):
         """The selection is the reference's for these scores, and every selected unit holds its page."""
-        _, chosen, slots, ahead = out
+        chosen, slots, ahead = out
         workspace(self.gpu).check()
         assert int(cuda.check(self.view)) == 0
         assert int(cuda.check(self.other)) == 0
@@ -125,11 +123,12 @@ def only_gpu(gpu):
     return gpu
 
 
+@pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("n", [1, 5, 17])
-def test_a_captured_step_equals_an_eager_one(only_gpu, n, overlap, monkeypatch):
+def test_a_captured_step_equals_an_eager_one(only_gpu, n, overlap, appends, monkeypatch):
     monkeypatch.setattr(launching, "OVERLAP_LAUNCHES", overlap)
-    eager, captured = LayerStep(only_gpu, n, 90), LayerStep(only_gpu, n, 90)
+    eager, captured = (LayerStep(only_gpu, n, 90, appends=appends) for _ in range(2))
     for step in (eager, captured):
         step.set_inputs(0)
     side = torch.cuda.Stream()
@@ -151,7 +150,7 @@ def test_a_captured_step_equals_an_eager_one(only_gpu, n, overlap, monkeypatch):
         eager.check(expected)
         captured.check(out)
         for name in ("pages", "num_pages", "predicted"):
-            assert torch.equal(getattr(out[1], name), getattr(expected[1], name)), name
+            assert torch.equal(getattr(out[0], name), getattr(expected[0], name)), name
         for name in ("stamp", "ahead", "counters"):
             assert torch.equal(getattr(captured.view, name), getattr(eager.view, name)), name
             assert torch.equal(getattr(captured.other, name), getattr(eager.other, name)), f"{name} of the other layer"

@@ -258,6 +258,7 @@ def test_resolve_with_open_pages(engine, n, width, resident, move):
     """
     if engine.small and n == 40 and move:
         pytest.skip("too large to emulate twice")
+    waited = n != 5
     heads, pages, slots, page_size = 2, 2500, 2600, 8
     for seed in range(2 if engine.small else 4):
         engine.seed(seed)
@@ -280,7 +281,14 @@ def test_resolve_with_open_pages(engine, n, width, resident, move):
         _, fetch_ref = reference.resolve(expected, chosen, None, step_on("cpu"), fetched=accounts[0], **wide)
         on_device = {name: tensor.to(engine.device) for name, tensor in wide.items()}
         got, fetch = cuda.resolve(
-            view, chosen.to(engine.device), None, step_on(engine.device), fetched=accounts[1], move=move, **on_device
+            view,
+            chosen.to(engine.device),
+            None,
+            step_on(engine.device),
+            fetched=accounts[1],
+            waited=waited,
+            move=move,
+            **on_device,
         )
         workspace(engine.device).check()
         same_tables(view, expected, before)
@@ -296,6 +304,20 @@ def test_resolve_with_open_pages(engine, n, width, resident, move):
         assert not bool(workspace(engine.device).tasks.view(-1, 8)[:, :4].any()), "helpers left their counters behind"
         brought = int(expected.counters[COUNTERS.index("missed")])
         assert not move or (int(view.stalled) > 0) == (brought > 0)
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_more_blocks_move_misses_where_the_step_waits(engine, waited):
+    """They are told what to move where there are any."""
+    view = make_layer(0, engine.device, 2, 24, 64, resident=0.0)
+    pages = torch.arange(1, 9, dtype=torch.int32, device=engine.device).expand(1, 2, 8).contiguous()
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=engine.device)  # noqa: E731
+    told = workspace(engine.device).tasks.view(-1, 8)[:, 4:]
+    told.zero_()
+    found_by = {"num_pages": ints(8), "open_tokens": ints(3), "move": True}
+    _, fetch = cuda.resolve(view, pages, None, step_on(engine.device), waited=waited, **found_by)
+    copied(view, fetch)
+    assert bool(told.any()) == waited
 
 
 def test_pages_that_begin_stall_nobody(engine):

@@ -138,8 +138,9 @@ def test_what_an_earlier_owner_left_of_a_page_is_dead():
     assert not int(rig.runtime.cache.counters[:, reference.MISSED].sum())
 
 
-def test_a_page_that_begins_is_no_miss_and_no_stall():
-    rig = rig_of({1: PAGE - 1, 2: 2 * PAGE - 2})
+@pytest.mark.parametrize("variant", [ALL, ONE])
+def test_a_page_that_begins_is_no_miss_and_no_stall(variant):
+    rig = rig_of({1: PAGE - 1, 2: 2 * PAGE - 2}, variant)
     before = rig.runtime.cache.counters.clone()
     step(rig, [1, 2])
     evict(rig, [rig.owned[1][1]])  # which has no token yet
@@ -186,28 +187,28 @@ def test_the_next_layer_is_looked_up_before_its_keys_are_known(monkeypatch):
 # ---------------------------------------------------------------- sabotage
 
 
-def test_an_open_page_that_is_not_looked_up_is_noticed(monkeypatch):
-    find = decode._find
+@pytest.mark.parametrize("variant", [ALL, ONE])
+def test_an_open_page_that_is_not_looked_up_is_noticed(variant, monkeypatch):
+    resolve = decode._resolve
 
-    def without_open(runtime, step, layer, scale, inputs):
-        whole = step.selection
+    def without_open(runtime, step, layer, whole, *more, **waited):
         last = (torch.arange(whole.pages.shape[2]) == whole.num_pages[:, None] - 1)[:, None]
-        step.selection = reference.Selection(torch.where(last, -1, whole.pages), whole.num_pages, None)
-        find(runtime, step, layer, scale, inputs)
-        step.selection = whole
+        selection = reference.Selection(torch.where(last, -1, whole.pages), whole.num_pages, None)
+        return resolve(runtime, step, layer, selection, *more, **waited)
 
-    monkeypatch.setattr(decode, "_find", without_open)
-    rig = rig_of({1: PAGE})
+    monkeypatch.setattr(decode, "_resolve", without_open)
+    rig = rig_of({1: PAGE}, variant)
     with pytest.raises(AssertionError, match="an open page has no slot"):
         step(rig, [1])
 
 
-def test_a_fetch_that_nobody_waits_for_is_noticed(monkeypatch):
+@pytest.mark.parametrize("variant", [ALL, ONE])
+def test_a_fetch_that_nobody_waits_for_is_noticed(variant, monkeypatch):
     def submit(schedule, layer, view, fetch):
         runtime = schedule.runtime
         runtime.transfer.submit(runtime.cache.lanes[layer], partial(runtime.ops.gather, view, fetch))
 
-    rig = rig_of({1: 20})
+    rig = rig_of({1: 20}, variant)
     rig.runtime.policy.check = False
     rig.runtime.transfer = DelayedTransfer()
     step(rig, [1])
@@ -217,10 +218,11 @@ def test_a_fetch_that_nobody_waits_for_is_noticed(monkeypatch):
         step(rig, [1])
 
 
-def test_a_fetch_of_more_than_the_committed_tokens_is_noticed(monkeypatch):
+@pytest.mark.parametrize("variant", [ALL, ONE])
+def test_a_fetch_of_more_than_the_committed_tokens_is_noticed(variant, monkeypatch):
     """One that carried the open page whole, and landed late, would undo the write."""
     fetches = []
-    rig = rig_of({1: 20, 2: PAGE})
+    rig = rig_of({1: 20, 2: PAGE}, variant)
     operation = rig.runtime.ops.resolve
 
     def noted(*args, **more):

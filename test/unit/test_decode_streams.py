@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_streams import Streams
+from sglang.srt.sparse_kv import decode
 from sglang.srt.sparse_kv import transfer as transfer_module
 from sglang.srt.sparse_kv.ops import reference
 from sglang.srt.sparse_kv.schedule import Schedule
@@ -106,6 +107,7 @@ CASES = [
     {"lookahead": LAYERS - 1, "window": 1, "rows": 1},
     {"lookahead": LAYERS - 1, "prefetch": False},
     {"lookahead": 3, "guide": "none"},
+    {"lookahead": 3, "guide_attends": "own"},
     {"lookahead": 3, "whole": 100},
     {"lookahead": 3, "rows": "auto", "variant": Variant.ONE_ROW},
     {"lookahead": 3, "rows": "auto", "variant": Variant.ALL_PAGES, "lengths": (45, 39, 31)},
@@ -154,15 +156,42 @@ def unready(transfer: StreamTransfer, side, work, ready=None, done=None):
     return result, done
 
 
+def joined_by_fetches_alone(transfer: StreamTransfer, first: bool = True) -> contextlib.AbstractContextManager[None]:
+    """A branch that nobody joins."""
+    return transfer.along()
+
+
+def written_at_any_time(runtime, *args, write=decode._write) -> None:
+    """A token that does not wait until its page has been found."""
+    with torch.cuda.stream(runtime.transfer.under):
+        write(runtime, *args)
+
+
 RACE = " on stream "
+CLOSES = {"lengths": (150, 8 * PAGE - 1, 90)}  # a page, at once
+RING = {**CLOSES, "residency": "none"}
+ONE_ROW = {**CLOSES, "rows": "auto", "variant": Variant.ONE_ROW}  # has no other branch
 SABOTAGES = {
     "branch does not wait": (StreamTransfer, "branch", unforked, {}, RACE),
-    "branch is joined too soon": (StreamTransfer, "branch", joined_too_soon, {}, RACE),
+    "branch is joined too soon": (StreamTransfer, "branch", joined_too_soon, RING, "clear: "),
     "branch is not joined": (StreamTransfer, "join_branch", lambda self: None, {}, RACE),
-    "plans behind no append": (StreamTransfer, "along", lambda self: torch.cuda.stream(self.under), {}, RACE),
+    "plans do not wait": (StreamTransfer, "along", lambda self: torch.cuda.stream(self.beside), {}, RACE),
     "copies before their plan": (StreamTransfer, "_beside", unready, {}, RACE),
     "fetches are not waited for": (Schedule, "before_layer", lambda self, layer: None, {}, RACE),
-    "plans after a selection of one row": (Schedule, "plans_next", False, {"lookahead": 4, "rows": 1}, RACE),
+    "plans after a selection of one row": (
+        *(StreamTransfer, "branch", joined_by_fetches_alone),
+        *({"lookahead": 4, "rows": 1}, "of predicted on stream"),
+    ),
+    "a token is written before its page is found": (decode, "_write", written_at_any_time, {}, "write_token: "),
+    "pages close before the token is written": (StreamTransfer, "branch", unforked, ONE_ROW, "close_pages: "),
+    "a layer leaves pages that close": (
+        *(StreamTransfer, "branch", joined_by_fetches_alone),
+        *({**ONE_ROW, **RING}, "clear: "),
+    ),
+    "a step leaves pages that close": (
+        *(StreamTransfer, "branch", joined_by_fetches_alone),
+        *(ONE_ROW, "a fork was not joined"),
+    ),
     "a step leaves its fetches": (Schedule, "end_step", lambda self: None, {}, "a fork was not joined"),
 }
 

@@ -332,3 +332,48 @@ def test_check_notices(fault):
         view.ahead[0, 2] = True
     with pytest.raises(AssertionError):
         cache.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_is_written_alike_ahead_of_the_look_up_and_behind_it(seed):
+    """Bytes, stamps, landmarks, counters and accounts, whatever misses; with free slots, since victims may differ."""
+    rand = torch.Generator().manual_seed(seed)
+    draw = lambda high, *size: torch.randint(0, high, size, generator=rand)  # noqa: E731
+    n, heads, width = 4, 2, 5
+    ahead, behind = (make_cache(PAGES, heads=heads).views[0] for _ in range(2))
+    order = (torch.randperm(PAGES - 1, generator=rand) + 1).int()
+    opened, closed = order[:n], order[n:]
+    number = draw(width, n) + 1
+    active = draw(4, n) > 0
+    number[~active] = 0
+    pages = torch.full((n, heads, width), NONE, dtype=torch.int32)
+    for i, count in enumerate(number.tolist()):
+        for head in range(heads if count else 0):
+            chosen = closed[torch.randperm(len(closed), generator=rand)[: count - 1]]
+            pages[i, head, :count] = torch.cat([chosen, opened[i : i + 1]])
+    offset, owner = torch.where(draw(3, n) == 0, 0, draw(FULL, n)), torch.randperm(n, generator=rand)
+    k, v = (torch.randn(n, heads, DIM, generator=rand) for _ in range(2))
+    resident = order[draw(2, len(order)) > 0]
+    found = []
+    for view in (ahead, behind):
+        # What lies in the cache of an open page that begins is an earlier owner's.
+        fetch = reference.plan_prefetch(view, resident.expand(1, heads, -1), None, clock(9), cap=PAGES)
+        reference.gather(view, fetch)
+        account = torch.zeros((n, 2), dtype=torch.int32)
+        wide = {"num_pages": number, "fetched": account, "owner": owner}
+        if view is ahead:
+            reference.append(view, k, v, opened, offset, active, clock(10), reference.gather)
+            slots, fetch = reference.resolve(view, pages, None, clock(10), **wide)
+            reference.gather(view, fetch)
+        else:
+            slots, fetch = reference.resolve(view, pages, None, clock(10), open_tokens=offset, **wide)
+            reference.gather(view, fetch)
+            reference.write_token(view, k, v, opened, None, offset, active)
+            reference.close_pages(view, opened, offset, active)
+        used = pages >= 0
+        kv = view.kv[torch.arange(heads)[None, :, None].expand_as(pages)[used], slots[used].long()].nan_to_num(7.0)
+        stamps = torch.where(view.slot_of >= 0, view.stamp.gather(1, view.slot_of.clamp(min=0).long()), NEVER)
+        found.append((kv, stamps, view.counters, account, view.host, *view.landmarks))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert bool(active.any()) and counter(behind, "evicted") == 0

@@ -228,7 +228,7 @@ def test_no_slot_changes_owner_while_a_copy_into_it_is_in_flight():
 
     planned: list[int] = []
     runtime.ops.plan_prefetches = plan_prefetches
-    names = {"resolve", "plan_prefetch", "append", "clear", "refresh"}
+    names = {"resolve", "plan_prefetch", "clear", "refresh"}
     for name in names:
         watch(name)
     for _ in range(5):

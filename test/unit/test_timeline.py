@@ -23,10 +23,10 @@ def kernel(name: str, start: float, length: float, cat: str = "kernel") -> dict:
 def gpu_layer(start: float) -> list[dict]:
     """Ten microseconds: a GEMM, our kernels, and a fetch on another stream."""
     return [
-        kernel("void skv::append_kernel<true>(SkvView)", start, 1),
-        kernel("void skv::score_kernel<4>(SkvView)", start + 1, 1),
-        kernel("skv::select_kernel(SkvSelect)", start + 2, 1),
-        kernel("void skv::resolve_kernel<true>(SkvView)", start + 3, 1),
+        kernel("void skv::score_kernel<4>(SkvView)", start, 1),
+        kernel("skv::select_kernel(SkvSelect)", start + 1, 1),
+        kernel("void skv::resolve_kernel<true>(SkvView)", start + 2, 1),
+        kernel("skv::write_token_kernel(SkvView)", start + 3, 1),
         kernel("void flashinfer::BatchDecodeWithPagedKVCacheKernel<1>(x)", start + 4, 2),
         kernel("nvjet_hsh_64x8(y)", start + 6, 4),
         kernel("void skv::gather_kernel<true>(SkvView)", start + 5, 4),
@@ -44,10 +44,10 @@ def test_kernels_go_to_lanes_and_are_numbered_from_the_end():
     assert {(event.step, event.layer) for event in events} == {(s, i) for s in range(2) for i in range(3)}
     first = [event for event in events if (event.step, event.layer) == (0, 1) and event.lane != LAYERS]
     assert [(event.name, event.lane) for event in first] == [
-        ("append", TABLE),
         ("score", SELECTION),
         ("select", SELECTION),
         ("resolve", TABLE),
+        ("write_token", TABLE),
         ("flashinfer::BatchDecodeWithPagedKVCacheKernel", ATTENTION),
         ("gather", AHEAD),
         ("nvjet_hsh_64x8", MODEL),
@@ -71,8 +71,9 @@ def test_too_little_of_a_profile_is_said():
         lanes.read({"traceEvents": [kernel("gemm", 0, 1)]})
 
 
-def test_operations_of_the_cpu_engine_name_themselves(tmp_path):
-    rig = Rig(seed=3, layers=3, pages=120, context=300, requests=2)
+@pytest.mark.parametrize("window", [1, 16])
+def test_operations_of_the_cpu_engine_name_themselves(window, tmp_path):
+    rig = Rig(seed=3, layers=3, pages=120, context=300, requests=2, window=window)
     rig.runtime.policy.check = False
     rig.runtime.apply_policy({"cache_slots": rig.runtime.shape.width})
     rig.start(1)
@@ -87,7 +88,9 @@ def test_operations_of_the_cpu_engine_name_themselves(tmp_path):
     assert {(event.step, event.layer) for event in events} == {(s, i) for s in range(2) for i in range(3)}
     assert {event.lane for event in events} == {LAYERS, MODEL, SELECTION, TABLE, ATTENTION, AHEAD}
     order = [event.name for event in events if (event.step, event.layer) == (1, 1) and event.lane in (TABLE, SELECTION)]
-    assert order[:1] == ["append"] and order.index("score") < order.index("select") < order.index("resolve")
+    assert order[0] == ("append" if window == 1 else "score")
+    assert order.index("score") < order.index("select") < order.index("resolve")
+    assert window == 1 or order.index("resolve") < order.index("write_token") < order.index("close_pages")
     assert {event.name for event in events if event.lane == SELECTION} == {"score", "select", "predict"}
 
 

@@ -83,6 +83,7 @@ struct SkvResolve {
   int64_t mode;   // 0 resolve, 1 prefetch, 2 install
   int64_t tally;  // resolve: count selected and hit
   int64_t move;   // resolve: copy the missing units before returning
+  int64_t waited;  // with `move`: the step waits for it, so more blocks help
 };
 
 struct SkvAppend {

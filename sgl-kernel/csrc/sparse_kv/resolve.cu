@@ -227,15 +227,14 @@ using namespace skv;
 SKV_EXPORT int skv_resolve(const SkvView* view, const SkvWork* work, const SkvResolve* args, const Launch* where) {
   bool bulk = use_bulk(*view, where->device);
   int stages = bulk && args->move ? mover_stages(*view, where->device) : 0;
-  // Where open pages are told apart, nothing waits for the launch yet and GEMMs run beside it: few blocks. All heads
-  // are asked for the same pages there, so they miss about as many, and a block each fills the link.
-  bool small = args->open_tokens.data != nullptr;
   size_t shared = static_cast<size_t>(stages) * 2 * view->page_size * view->head_dim * (view->dtype == SKV_FP32 ? 4 : 2);
   size_t starts = args->indices ? (args->n + 1) * sizeof(int) : 0;
   if (shared < starts) shared = starts;
   auto* kernel = bulk ? resolve_kernel<true> : resolve_kernel<false>;
   [[maybe_unused]] InOrder in_order;
-  bool helped = args->move && !small && view->heads <= SKV_MOST_HEADS;
+  // Where nothing waits for the launch yet, GEMMs run beside it: few blocks. All heads are asked for the same pages
+  // there, so they miss about as many, and a block each fills the link.
+  bool helped = args->move && args->waited && view->heads <= SKV_MOST_HEADS;
   unsigned blocks = static_cast<unsigned>(view->heads) * (helped ? kMovers : 1);
   return launch(*where, kernel, dim3(blocks), kMaxThreads, shared, *view, *work, *args, stages);
 }

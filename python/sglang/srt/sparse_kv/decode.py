@@ -26,11 +26,11 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     v = v.view(n, rows, geometry.kv_heads, geometry.head_dim)
 
     inputs = ops.attend_inputs(q, view, step.last_tokens, shape.width, scale)
-    selection = step.selection
-    if selection is None:
-        selection, slots = _select(runtime, step, layer, q, k[:, 0], v[:, 0], scale, inputs)
+    token = k[:, 0], v[:, 0]
+    if step.selection is None:
+        selection, slots = _select(runtime, step, layer, q, token, scale, inputs)
     else:
-        slots = _write(runtime, step, layer, k[:, 0], v[:, 0], scale, inputs)
+        selection, slots = step.selection, _write_to_found(runtime, step, layer, token, scale, inputs)
     own = {}
     own_pages = rows == 2 and policy.guide_attends == "own"
     if runtime.recorder is not None or own_pages:
@@ -40,6 +40,9 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     row1 = (k[:, 1], v[:, 1]) if rows == 2 else (None, None)
     if own_pages:
         own["own"] = own_slots(view, runtime.predicted[step.req, layer], step.table, step.length, shape)
+    if step.selection is None and shape.window > 1:
+        with runtime.transfer.branch(first=False):  # only a later step scores it
+            ops.close_pages(view, step.open_page, step.offset, step.active)
     out = ops.attend(q, *row1, view, slots, selection.num_pages, step.last_tokens, scale, inputs, **own)
     runtime.transfer.join_branch()
     if policy.check:
@@ -58,19 +61,17 @@ def decode_layer(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v
     return out.view(n * rows, geometry.kv_heads * geometry.group, geometry.head_dim)
 
 
-def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, scale: float, inputs):
-    """Writes row 0's token, k, v [N, H, D], and selects pages by their scores. Returns (Selection, its slots)."""
+def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, token, scale: float, inputs):
+    """Selects pages by their scores, finds them, and writes row 0's token, (k, v) of [N, H, D], to the open one among
+    them. Returns (Selection, its slots).
+    """
     shape, ops, schedule = runtime.shape, runtime.ops, runtime.schedule
     view = runtime.cache.views[layer]
-    # A page that closes now is nobody's candidate yet, so scores need not wait for its landmark; unless a window of one
-    # token lets row 1, one position ahead, look at it.
-    branches = shape.window > 1
-    with runtime.transfer.branch() if branches else contextlib.nullcontext():
-        schedule.before_layer(layer)  # a fetch of the open page must land before row 0 is written behind it
+    if shape.window == 1:  # row 1, one position ahead, may score a page that closes now: the token comes first
+        schedule.before_layer(layer)
         ops.append(
             view,
-            k,
-            v,
+            *token,
             step.open_page,
             step.offset,
             step.active,
@@ -78,27 +79,28 @@ def _select(runtime: SparseKVRuntime, step: DecodeStep, layer: int, q, k, v, sca
             lambda target, fetch: schedule.fetch_now(layer, target, fetch),
             through=not runtime.policy.skip_write_through,
         )
-    # Other layers' tables: nothing waits for them but their fetches, which are over before those layers begin. But a
-    # selection of one row is a prediction, too, and takes the place of the last: who plans by that comes before.
-    waited_for = runtime.rows == 1 and schedule.plans_next
-    ahead = runtime.transfer.branch if waited_for else runtime.transfer.along
-    with ahead() if branches else contextlib.nullcontext():
-        schedule.fetch_ahead(layer, step)
+    schedule.fetch_ahead(layer, step)
     scores = ops.score(q, view.landmarks, step.table, step.lo, step.hi, scale, inputs)
     keep = (runtime.predicted[:, layer], step.req)
     last = Last(runtime.selected[:, layer], step.req, runtime.hysteresis)
     alone = keep if runtime.rows == 1 else None
     selection = ops.select(scores, step.table, step.length, step.active, shape, shape.budget_pages, alone, last)
-    runtime.transfer.join_branch()
+    # A fetch must land before its pages are looked up, and has been planned by the prediction that is replaced now.
+    schedule.before_layer(layer)
     if runtime.rows == 2:
         # Nothing waits for it until the layer is over: the next one may fetch what it finds, and overwrites the scores.
         with runtime.transfer.branch(first=False):
             ops.predict(scores, step.length, step.active, shape, shape.budget_pages, keep, last)
-    return selection, _resolve(runtime, step, layer, selection, inputs)
+    slots = _resolve(runtime, step, layer, selection, inputs)
+    if shape.window > 1:
+        _write(runtime, step, layer, token)
+    return selection, slots
 
 
-def _resolve(runtime: SparseKVRuntime, step: DecodeStep, layer: int, selection: Selection, inputs, open_tokens=None):
-    """Slots of a selection, int32 [N, H, C], whose missing units have been brought."""
+def _resolve(runtime: SparseKVRuntime, step: DecodeStep, layer: int, selection: Selection, inputs, waited=True):
+    """Slots of a selection, int32 [N, H, C], whose missing units have been brought, the open pages with their committed
+    tokens. waited: by the step, not only by the next layer.
+    """
     view = runtime.cache.views[layer]
     slots, fetch = runtime.ops.resolve(
         view,
@@ -109,31 +111,34 @@ def _resolve(runtime: SparseKVRuntime, step: DecodeStep, layer: int, selection: 
         num_pages=selection.num_pages,
         fetched=runtime.fetched,
         owner=step.req,
-        open_tokens=open_tokens,
+        open_tokens=step.offset,
+        waited=waited,
     )
     runtime.schedule.fetch_now(layer, view, fetch)
     return slots
 
 
+def _write(runtime: SparseKVRuntime, step: DecodeStep, layer: int, token, inputs=None) -> None:
+    """Writes row 0's token behind the committed ones of an open page that has been found."""
+    through = not runtime.policy.skip_write_through
+    view = runtime.cache.views[layer]
+    runtime.ops.write_token(view, *token, step.open_page, None, step.offset, step.active, through, inputs)
+
+
 def _find(runtime: SparseKVRuntime, step: DecodeStep, layer: int, scale: float, inputs) -> None:
-    """Finds and brings the pages of a selection that needs no scores before the layer's keys are known. The open page
-    is among them, with its committed tokens.
-    """
+    """Finds and brings the pages of a selection that needs no scores before the layer's keys are known."""
     assert step.selection is not None
     runtime.schedule.before_layer(layer)
-    slots = _resolve(runtime, step, layer, step.selection, inputs, step.offset)
+    slots = _resolve(runtime, step, layer, step.selection, inputs, waited=False)
     step.found = Found(layer, scale, slots)
 
 
-def _write(runtime: SparseKVRuntime, step: DecodeStep, layer: int, k, v, scale: float, inputs) -> torch.Tensor:
-    """Writes row 0's token, k, v [N, H, D], to an open page that was found under the layer before. Returns the slots of
-    the selection.
-    """
+def _write_to_found(runtime: SparseKVRuntime, step: DecodeStep, layer: int, token, scale: float, inputs):
+    """Writes row 0's token where the pages of the selection were found under the layer before. Returns their slots."""
     runtime.transfer.join_branch()
     if layer == 0:  # the selection itself was made on the branch
         _find(runtime, step, layer, scale, inputs)
-    found, through = step.found, not runtime.policy.skip_write_through
+    found = step.found
     assert found is not None and (found.layer, found.scale) == (layer, scale), "another layer's pages were found"
-    view = runtime.cache.views[layer]
-    runtime.ops.write_token(view, k, v, step.open_page, None, step.offset, step.active, through, inputs)
+    _write(runtime, step, layer, token, inputs)
     return found.slots

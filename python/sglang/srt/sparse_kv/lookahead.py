@@ -3,7 +3,7 @@
 The later, the better known whether the guess was right (`gate.py`); but a transfer has to land before its layer waits
 for it, and all of them before their step ends. So as many layers are late as time allows.
 
-Transfers queue for one link. Beside the append of layer i the late layer i + (layers - late) is asked for, which leaves
+Transfers queue for one link. Beside layer i the late layer i + (layers - late) is asked for, which leaves
 it the time of layers - late layers, and then the early layer i - 1, which has the rest of the step. Nothing here knows
 SGLang or torch.
 """

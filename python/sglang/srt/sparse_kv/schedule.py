@@ -2,9 +2,9 @@
 
 Resident layers: the guide row of step t predicts, layer by layer, the selection of step t+1. The first layers, which
 have none before them to hide in, fetch it early, under the rest of step t; the last ones late, under the first layers
-of step t+1. How many are late the plan says, by the number of requests (`lookahead.py`). Tables are edited while
-another layer looks its own pages up: few blocks run then, and nothing waits for these. Scoped layers: layer j+2's
-buffer is filled when layer j's attention ends. What the true selection still misses is fetched at once and waited for.
+of step t+1. How many are late the plan says, by the number of requests (`lookahead.py`). Tables are edited beside
+another layer, which does not wait for that. Scoped layers: layer j+2's buffer is filled when layer j's attention ends.
+What the true selection still misses is fetched at once and waited for.
 
 A step of one row that was chosen because all pages fit the cache fetches nothing ahead (`variants.py`).
 
@@ -51,21 +51,16 @@ class Schedule:
         if self._first_late == 0:
             for layer in range(layers):
                 if layer not in runtime.cache.scoped:
-                    self._prefetch(layer, step)  # each beside its own append would be too late
+                    self._prefetch(layer, step)  # each beside its own layer would be too late
         for layer in runtime.cache.scoped[:SCOPED_AHEAD]:
             self._begin_scoped(layer, step)
-
-    @property
-    def plans_next(self) -> bool:
-        """Whether late fetches are planned in the layer right before theirs."""
-        return self._first_late == 1
 
     def before_layer(self, layer: int) -> None:
         self.runtime.transfer.join(self.runtime.cache.lanes[layer])
 
     def fetch_ahead(self, layer: int, step: DecodeStep) -> None:
-        """Plans and starts what is due once `layer` has its token: a late prefetch for this step, then that of the
-        layer before it for the next.
+        """Plans and starts what is due beside `layer`: a late prefetch for this step, then that of the layer before it
+        for the next.
         """
         runtime = self.runtime
         if not runtime.fetches_ahead:
@@ -73,14 +68,20 @@ class Schedule:
         due = []
         late = self._first_late + layer
         if layer < late < runtime.geometry.num_layers and late not in runtime.cache.scoped:
-            due.append((late, self._plan(late, step, runtime.clock_before, LATE)))
+            due.append((late, runtime.clock_before, LATE))
         if 0 < layer <= self._first_late and layer - 1 not in runtime.cache.scoped:
-            due.append((layer - 1, self._plan(layer - 1, step, runtime.clock, EARLY)))
-        if due:
-            runtime.ops.plan_prefetches([plan for _, plan in due])
-        for other, plan in due:
-            assert plan.fetch is not None
-            self._submit(other, plan.view, plan.fetch)
+            due.append((layer - 1, runtime.clock, EARLY))
+        if not due:
+            return
+        # Other layers' tables: nothing waits for them but their fetches, which are over before those layers look their
+        # pages up. But a selection of one row is a prediction, too, and takes the place of one that a plan reads before
+        # that look-up: such plans are over with this layer.
+        with runtime.transfer.branch(first=False) if runtime.rows == 1 else runtime.transfer.along():
+            plans = [self._plan(other, step, stamp, when) for other, stamp, when in due]
+            runtime.ops.plan_prefetches(plans)
+            for (other, *_), plan in zip(due, plans, strict=True):
+                assert plan.fetch is not None
+                self._submit(other, plan.view, plan.fetch)
 
     def after_attention(self, layer: int, step: DecodeStep) -> None:
         scoped = self.runtime.cache.scoped

@@ -82,8 +82,8 @@ class Transfer(ABC):
         return contextlib.nullcontext()
 
     def along(self) -> contextlib.AbstractContextManager[None]:
-        """What is issued inside follows the last branch that goes first, and `join_branch` does not wait for it: only
-        who joins the copies that were submitted in it.
+        """As a branch that goes first, but `join_branch` does not wait for it: only who joins the copies that were
+        submitted in it.
         """
         return contextlib.nullcontext()
 
@@ -367,11 +367,7 @@ class StreamTransfer(Transfer):
         if BRANCH == "none":
             yield
             return
-        side = self.beside if first else self.under
-        forked = torch.cuda.Event()
-        forked.record()
-        with torch.cuda.stream(side):
-            side.wait_event(forked)
+        with self._fork(self.beside if first else self.under):
             try:
                 yield
             finally:
@@ -379,7 +375,13 @@ class StreamTransfer(Transfer):
                 self.branched.record()
 
     def along(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if BRANCH == "none" else torch.cuda.stream(self.beside)
+        return contextlib.nullcontext() if BRANCH == "none" else self._fork(self.beside)
+
+    def _fork(self, side: torch.cuda.Stream) -> contextlib.AbstractContextManager[None]:
+        forked = torch.cuda.Event()
+        forked.record()
+        side.wait_event(forked)
+        return torch.cuda.stream(side)
 
     def join_branch(self) -> None:
         if self.branched is not None:

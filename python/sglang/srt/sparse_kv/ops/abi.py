@@ -36,7 +36,7 @@ Resolve: Any = _struct(
     "Resolve",
     "pages:n tokens:n index:n stride_n:i stride_head:i table:p table_width:i closed:n active:p slots:p units:p count:p "
     "step:p cap:p fetched:p owner:n num_pages:n last_tokens:n open_tokens:n indptr:p indices:p last_page:p "
-    "n:i width:i mode:i tally:i move:i",
+    "n:i width:i mode:i tally:i move:i waited:i",
 )
 Append: Any = _struct(
     "Append",

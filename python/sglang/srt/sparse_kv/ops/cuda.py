@@ -304,16 +304,17 @@ def resolve(
     fetched=None,
     owner=None,
     open_tokens=None,
+    waited: bool = True,
     move: bool = False,
 ):
     """As reference.resolve. Also writes the page table of `inputs`. move: bring the missing units too, so that `gather`
-    of the result has nothing to do.
+    of the result has nothing to do; by fewer blocks if nobody waits.
     """
     n, heads, width = pages.shape
     if open_tokens is not None and num_pages is None:
         raise ValueError("resolve: open_tokens are those of the last of num_pages, which are missing")
     slots = torch.empty((n, heads, width), dtype=torch.int32, device=pages.device)
-    fields: dict[str, Any] = {"slots": pointer(slots), "tally": int(count), "move": int(move)}
+    fields: dict[str, Any] = {"slots": pointer(slots), "tally": int(count), "move": int(move), "waited": int(waited)}
     fields |= {"num_pages": ints(num_pages, "num_pages"), "open_tokens": ints(open_tokens, "open_tokens")}
     fields |= _account(fetched, owner)
     if inputs is not None:

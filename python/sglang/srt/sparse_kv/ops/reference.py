@@ -309,6 +309,7 @@ def resolve(
     fetched=None,
     owner=None,
     open_tokens=None,
+    waited: bool = True,
 ):
     """Slots for a true selection: all hits are stamped, then every missing unit gets one victim and is to be fetched.
 
@@ -319,7 +320,7 @@ def resolve(
     each request's missing units are added in column 0, in the row owner[i] int [N].
     open_tokens: int [N], with num_pages and instead of tokens: the last page of each row is the one that a token is
     about to be written to, and has so many committed tokens. It is a hit as after an append, on nobody's account, and a
-    miss only if it must be fetched.
+    miss only if it must be fetched. waited: whether the step waits for the result, rather than run beside it.
     Returns (slots int32 [N, H, C], Fetch). Raises CapacityError when the capacity rule was broken.
     """
     slots = _slots_of(view, pages)
