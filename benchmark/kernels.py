@@ -230,16 +230,6 @@ def bench_chain() -> None:
             batch.clock.add_(1)
             for i, view in enumerate(views):
                 x @ weights[i % 3]
-                with transfer.branch():
-                    kept = cuda.append(
-                        view,
-                        batch.k[:, 0],
-                        batch.v[:, 0],
-                        batch.page,
-                        batch.offset,
-                        batch.active,
-                        batch.clock,
-                    )
                 if i:
                     plan = Prefetch(views[i - 1], predicted[:, i - 1], batch.clock, cap, batch.table, closed, rows)
                     with transfer.along():
@@ -249,13 +239,16 @@ def bench_chain() -> None:
                 chosen = cuda.select(
                     found, batch.table, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, last=batch.selected
                 )
-                transfer.join_branch()
                 with transfer.branch(first=False):
                     keep = (predicted[:, i], rows)
                     cuda.predict(found, batch.lengths, batch.active, SHAPE, SHAPE.budget_pages, keep, batch.selected)
-                cuda.resolve(view, chosen.pages, None, batch.clock, move=True)
+                found_by = {"num_pages": chosen.num_pages, "open_tokens": batch.offset}
+                cuda.resolve(view, chosen.pages, None, batch.clock, move=True, **found_by)
+                written = batch.page, None, batch.offset, batch.active
+                cuda.write_token(view, batch.k[:, 0], batch.v[:, 0], *written)
+                with transfer.branch(first=False):
+                    cuda.close_pages(view, batch.page, batch.offset, batch.active)
                 transfer.join_branch()
-                del kept
             transfer.join_all()
 
         alone = timed(products, per=layers)

@@ -1,18 +1,20 @@
-"""What each operation of a decode step's layer adds to it: score, select, resolve, attention with row 1's own token,
-what row 1 predicts, the append and the plan of a prefetch, each on a branch, in the shape of benchmark/kernels.py but
-float16.
+"""What each operation of a decode step's layer adds to it: score, select, resolve, the write of the token, attention
+with row 1's own token; what row 1 predicts and the landmarks of pages that close, and the plan of a prefetch, each on a
+branch, in the shape of benchmark/kernels.py but float16.
 
-    python -m benchmark.layer_parts [--json FILE] [LIBRARY ...]
+    python -m benchmark.layer_parts [--append] [--json FILE] [LIBRARY ...]
 
 A layer is a product that streams 117 MB of weights through the second-level cache and the operations up to one of them;
 a part is the difference between two such graphs, so launches that overlap count once. After a first step all pages are
-resident. LIBRARY: kernel libraries to compare, as `ops.build --out` makes them; by default this checkout's. Needs a GPU
-and FlashInfer.
+resident. With --append the same once more, but with the token written on a branch beside the scores, as all steps once
+did. LIBRARY: kernel libraries to compare, as `ops.build --out` makes them; by default this checkout's. Needs a GPU and
+FlashInfer.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -36,7 +38,10 @@ CASES = [
     (4, 8192),
     (8, 8192),
 ]  # requests, pages of a table; 0: what the length needs
-PARTS = ("score", "select", "resolve", "attend", "predict", "append", "plan")
+ORDERS = {
+    "write": ("score", "select", "resolve", "write", "attend", "predict", "plan"),
+    "append": ("score", "select", "resolve", "attend", "predict", "append", "plan"),
+}
 LAYERS = 8
 
 
@@ -57,21 +62,21 @@ class Layers:
         self.weights = [torch.randn((4096, 14336), device=device, dtype=kernels.DTYPE) for _ in range(3)]
         self.x = torch.randn((2 * n, 4096), device=device, dtype=kernels.DTYPE)
 
-    def run(self, parts: int) -> None:
-        """Products alone, or with the first `parts` of PARTS."""
+    def run(self, parts: tuple[str, ...]) -> None:
+        """Products, alone without parts."""
         self.batch.clock.add_(1)
         for i in range(LAYERS):
             self.x @ self.weights[i % 3]
             if parts:
-                self._layer(i, PARTS[:parts])
+                self._layer(i, parts)
 
     def _layer(self, i: int, parts: tuple[str, ...]) -> None:
         b, view, shape, scale = self.batch, self.views[i], kernels.SHAPE, kernels.SCALE
         inputs = cuda.attend_inputs(b.q, view, b.last, shape.width, scale)
+        token = b.k[:, 0], b.v[:, 0], b.page
         if "append" in parts:
             with self.transfer.branch():
-                token = b.k[:, 0], b.v[:, 0], b.page, b.offset, b.active, b.clock
-                cuda.append(view, *token, through=False)
+                cuda.append(view, *token, b.offset, b.active, b.clock, through=False)
         if "plan" in parts and i:
             with self.transfer.along():
                 before = self.views[i - 1], self.predicted[:, i - 1], b.clock, self.cap, b.table, self.closed, self.rows
@@ -83,12 +88,18 @@ class Layers:
         chosen = cuda.select(scores, b.table, b.lengths, b.active, shape, shape.budget_pages, last=b.selected)
         if "resolve" not in parts:
             return
-        self.transfer.join_branch()
+        self.transfer.join_branch()  # an append's
         if "predict" in parts:
             with self.transfer.branch(first=False):
                 keep = self.predicted[:, i], self.rows
                 cuda.predict(scores, b.lengths, b.active, shape, shape.budget_pages, keep, b.selected)
-        slots, _ = cuda.resolve(view, chosen.pages, None, b.clock, inputs=inputs, num_pages=chosen.num_pages, move=True)
+        found_by = {"inputs": inputs, "num_pages": chosen.num_pages, "open_tokens": b.offset}
+        slots, _ = cuda.resolve(view, chosen.pages, None, b.clock, move=True, **found_by)
+        if "write" in parts:
+            cuda.write_token(view, *token, None, b.offset, b.active, through=False)
+        if "write" in parts and "predict" in parts:
+            with self.transfer.branch(first=False):
+                cuda.close_pages(view, b.page, b.offset, b.active)
         if "attend" in parts:
             cuda.attend(b.q, b.k[:, 1], b.v[:, 1], view, slots, chosen.num_pages, b.last, scale, inputs)
         self.transfer.join_branch()
@@ -96,21 +107,26 @@ class Layers:
             self.transfer.join_all()
 
 
-def measure(n: int, table: int, libraries: list[Path | None], host: torch.Tensor, transfer: StreamTransfer):
-    """Rows of the parts' microseconds, one for each library."""
+def measure(
+    n: int, table: int, orders: list[str], libraries: list[Path | None], host: torch.Tensor, transfer: StreamTransfer
+):
+    """Rows of the parts' microseconds, one for each library and order."""
     layers = Layers(n, table, host, transfer)
-    for library in libraries:
+    for library, order in itertools.product(libraries, orders):
+        parts = ORDERS[order]
         build.use(None if library is None else build.load(library))
-        layers.run(len(PARTS))
-        times = [kernels.timed(lambda k=k: layers.run(k), per=LAYERS) for k in range(len(PARTS) + 1)]
+        layers.run(parts)
+        first = [parts[:k] for k in range(len(parts) + 1)]
+        times = [kernels.timed(partial(layers.run, some), per=LAYERS) for some in first]
         row: dict[str, Any] = {
             "library": str(library or "checkout"),
+            "order": order,
             "requests": n,
             "table": layers.batch.table.shape[1],
         }
-        row |= {part: round(times[k + 1] - times[k], 2) for k, part in enumerate(PARTS)}
+        row |= {part: round(times[k + 1] - times[k], 2) for k, part in enumerate(parts)}
         row["all"] = round(times[-1] - times[0], 2)
-        print(*row.values(), flush=True)
+        print(*(f"{name} {value}" for name, value in row.items()), flush=True)
         workspace(kernels.DEVICE).check()
         yield row
 
@@ -118,6 +134,7 @@ def measure(n: int, table: int, libraries: list[Path | None], host: torch.Tensor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", type=Path, metavar="LIBRARY")
+    parser.add_argument("--append", action="store_true", help="also measure the order with an append")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     kernels.DTYPE = torch.float16
@@ -126,8 +143,8 @@ def main() -> None:
     unit = kernels.HEADS, 2, kernels.PAGE, kernels.DIM
     host = torch.empty((pages, *unit), dtype=kernels.DTYPE, device=kernels.DEVICE)
     cuda.skip_copies(kernels.DEVICE, True)
-    print("library requests table", *PARTS, "all")
-    rows = [row for case in CASES for row in measure(*case, args.libraries or [None], host, transfer)]
+    orders, libraries = list(ORDERS) if args.append else ["write"], args.libraries or [None]
+    rows = [row for case in CASES for row in measure(*case, orders, libraries, host, transfer)]
     if args.json:
         args.json.write_text(json.dumps({**facts("benchmark.layer_parts"), "rows": rows}))
 
