@@ -18,6 +18,7 @@ OURS = {
     "stage_missing": FROM_HOST,
     "stage_landed": PLACES,
     "stage_resident": PLACES,
+    "stage_cached": PLACES,
     "fill": PLACES,
     "absent": TABLES,
     "look_up": TABLES,

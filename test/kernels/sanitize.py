@@ -79,6 +79,7 @@ def run(gpu: torch.device, page_size: int, dim: int, dtype: torch.dtype, rows: i
     cuda_prefill.fill(view, chunk, chunk, loc)
     target = torch.empty((2, heads, 7 * page_size, dim), dtype=dtype, device=gpu)
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, loc[:7] // page_size), target)
+    cuda_prefill.stage_cached(view, loc[:7] // page_size, target)
     full = torch.full((7,), page_size, device=gpu)
     cuda_prefill.stage(view, cuda_prefill.plan_stage(view, torch.arange(7, device=gpu) + 11, full, clock), target)
     prefix = torch.arange(7, device=gpu) + 21

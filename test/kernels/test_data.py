@@ -253,6 +253,28 @@ def test_stage(engine, page_size, dim, dtype, install):
         assert count < 17 or (view.counters[-2:] > 0).all()
 
 
+@pytest.mark.parametrize(("page_size", "dim", "dtype"), GRID)
+@pytest.mark.parametrize("resident", [0.7, 1.0])
+def test_stage_cached(engine, page_size, dim, dtype, resident):
+    """As in two calls, what is not resident included, of which no table takes note. A memo serves one target."""
+    heads, pages, slots = 3, 50, 50
+    memo: dict = {}
+    whole = torch.full((2, heads, 20 * page_size, dim), 9.0, dtype=dtype, device=engine.device)
+    target = whole[:, :, : 17 * page_size]
+    chosen = torch.randperm(pages, generator=torch.Generator().manual_seed(1))[:17]
+    on_device = chosen.to(engine.device)
+    for seed in range(2):  # two layers
+        view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=resident)
+        view.kv.add_(1)  # not what the host holds: which of the two was read shows
+        expected_view, before, expected = copy_of(view), copy_of(view), whole.cpu().clone()
+        reference_prefill.stage_cached(expected_view, chosen, expected[:, :, : 17 * page_size])
+        cuda_prefill.stage_cached(view, on_device, target, memo)
+        assert torch.equal(whole.cpu(), expected)
+        assert torch.equal(view.counters.cpu(), expected_view.counters)
+        assert bool(view.counters[-1] > 0) == (resident < 1)
+        same_tables(view, expected_view, before)
+
+
 @contextlib.contextmanager
 def elsewhere(device):
     """A stream of its own on a GPU: many copies at once are not for the default one."""

@@ -16,7 +16,7 @@ from sparse_rig import Rig, small_blocks
 PAGE = 8
 OURS = {
     name: getattr(cuda_prefill, name)
-    for name in ("plan_stage", "stage", "land", "stage_landed", "store_chunk", "refresh")
+    for name in ("plan_stage", "stage", "stage_cached", "land", "stage_landed", "store_chunk", "refresh")
 }
 ATTENTION = {name: getattr(reference_attention, name) for name in ("attend_block", "merge")}
 

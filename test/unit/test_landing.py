@@ -104,23 +104,27 @@ def test_what_was_known_of_the_cache_may_be_wrong(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", [None, 1])
-def test_a_layer_that_lacks_nothing_gives_no_slots(lost):
-    """It is told apart by the question that landing asks; a layer that lacks a page beside it is not."""
+def test_a_layer_that_lacks_nothing_is_not_planned(lost):
+    """It is told apart by the question that landing asks; a layer beside it that lacks a page gives slots."""
     rig = with_landing(Rig(seed=5, layers=3, pages=90, context=400, requests=1))
     rig.start(1)
     rig.extend({1: 20 * PAGE})
     assert all(resident(rig, layer, page) == [True, True] for layer in range(3) for page in rig.owned[1])
     if lost is not None:
         reference.invalidate(rig.runtime.cache.views[lost], torch.tensor(rig.owned[1][3:4]))
-    gives, plan_stage = [], rig.runtime.ops.plan_stage
+    planned, plan_stage = [], rig.runtime.ops.plan_stage
 
     def planning(view, pages, tokens, step, *more):
-        gives.append(step is not None)
+        assert step is not None
+        planned.append(next(i for i, known in enumerate(rig.runtime.cache.views) if known is view))
         return plan_stage(view, pages, tokens, step, *more)
 
     rig.runtime.ops.plan_stage = planning
+    before = counters(rig)
     rig.extend({1: 3})
-    assert gives == [layer == lost for layer in range(3)]
+    assert planned == ([] if lost is None else [lost])
+    moved = {name: value - before[name] for name, value in counters(rig).items()}
+    assert (moved["prefix_cache"], moved["prefix_host"]) == ((120, 0) if lost is None else (118, 2))
     assert all(resident(rig, layer, page) == [True, True] for layer in range(3) for page in rig.owned[1])
 
 

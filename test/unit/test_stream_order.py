@@ -104,6 +104,18 @@ class Kernels:
     def stage(self, view, plan, target, parts="all"):
         self.move(plan, target, parts)
 
+    def stage_cached(self, view, pages, target, memo):
+        """Looks up and moves in one: what may be wrong is only where it comes in the order."""
+        slot, block = self.slot(target), next(self.blocks)
+        self.parts[block] = {"cached"}
+        self.order.append(block)
+
+        def moving():
+            self.came[block] = {"cached"}
+            self.moved[slot] = block, self.came[block]
+
+        self.launch(moving)
+
     def land(self, view, runs, place):
         number, where, chunks = next(self.lands), place.data_ptr(), self.chunks
         self.land_number = number

@@ -97,6 +97,40 @@ __global__ void __launch_bounds__(kResidentThreads)
   }
 }
 
+// Where all units should be resident: looks them up on the way. One that is not comes from the host, and gets no slot.
+__global__ void __launch_bounds__(kResidentThreads)
+    stage_cached_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
+  wait_for_previous_kernel();
+  int heads = static_cast<int>(view.heads), total = static_cast<int>(args.count) * heads;
+  auto* counters = reinterpret_cast<Counter64*>(view.counters);
+  int64_t unit = unit_bytes(view);
+  int half = static_cast<int>(unit / 2), warps = static_cast<int>(gridDim.x * blockDim.x) >> 5;
+  int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+  for (int start = warp * 32; start < total; start += warps * 32) {
+    int mine = start + lane_id(), head = mine % heads, page = kNone, slot = kNone;
+    if (mine < total) {
+      int64_t named = get(args.pages, mine / heads);
+      if (named >= 0 && named < view.pages) page = static_cast<int>(named);
+      if (page >= 0) slot = __ldcg(view.slot_of + head * view.pages + page);
+    }
+    uint32_t resident = __ballot_sync(kAll, slot >= 0), missing = __ballot_sync(kAll, mine < total && slot < 0);
+    if (lane_id() == 0) {
+      if (resident) atomicAdd(counters + kPrefixCache, static_cast<Counter64>(__popc(resident)));
+      if (missing) atomicAdd(counters + kPrefixHost, static_cast<Counter64>(__popc(missing)));
+    }
+    for (uint32_t left = __ballot_sync(kAll, page >= 0); left; left &= left - 1) {
+      int lane = __ffs(left) - 1, item = start + lane;
+      int from_slot = __shfl_sync(kAll, slot, lane), from_page = __shfl_sync(kAll, page, lane);
+      const char* cached = static_cast<const char*>(view.kv) + (item % heads * view.slots + from_slot) * unit;
+      const char* truth = static_cast<const char*>(view.host) + (static_cast<int64_t>(from_page) * heads + item % heads) * unit;
+      const char* from = from_slot >= 0 ? cached : truth;
+      char* to = StagedRows::staged(view, args, item % heads, item / heads);
+      copy16(to, from, half, lane_id(), 32);
+      copy16(to + args.stride_values * element_bytes(view.dtype), from + half, half, lane_id(), 32);
+    }
+  }
+}
+
 // Units of pages that have landed: a warp takes one, for the staging slot and for the slot that it was given.
 __global__ void __launch_bounds__(kResidentThreads)
     stage_landed_kernel(const __grid_constant__ SkvView view, const __grid_constant__ SkvStage args) {
@@ -175,6 +209,12 @@ SKV_EXPORT int skv_stage(const SkvView* view, const SkvStage* args, const Launch
   int stages = bulk ? mover_stages(*view, where->device) : 0;
   return launch(*where, bulk ? stage_missing_kernel<true> : stage_missing_kernel<false>, dim3(args->blocks),
                 bulk ? 32 : kPlainThreads, shared_bytes(*view, stages), *view, *args, stages);
+}
+
+SKV_EXPORT int skv_stage_cached(const SkvView* view, const SkvStage* args, const Launch* where) {
+  Launch alone = *where;
+  alone.overlap = 0;  // as the resident part of a stage
+  return launch(alone, stage_cached_kernel, warps_for(*view, *args), kResidentThreads, 0, *view, *args);
 }
 
 SKV_EXPORT int skv_stage_landed(const SkvView* view, const SkvStage* args, const Launch* where) {

@@ -113,6 +113,10 @@ class Absent:
         """Whether a layer lacked nothing of a block's pages."""
         return not self._lacks[layer] or not np.any(self._known[layer, part])
 
+    def nothing(self, layer: int) -> bool:
+        """Whether a layer lacked nothing of any block's pages."""
+        return not self._lacks[layer]
+
     def due(self, layer: int, part: slice) -> Due | None:
         """What lands of a layer and a block's pages, if any."""
         if not self._lacks[layer]:

@@ -65,6 +65,7 @@ class Place:
     plans: dict[bool, Any] = field(
         default_factory=dict
     )  # of the last layer, with slots for what is missing and without
+    memo: dict[str, Any] = field(default_factory=dict)  # of `stage_cached`
 
 
 @dataclass
@@ -224,6 +225,10 @@ class Prefill:
             place = step.places[number, slot] = self._place(block, slot)
         target, absent = place.target, step.absent
         view = runtime.cache.views[layer]
+        if absent is not None and absent.nothing(layer):  # its tables stay as they are until its chunk is refreshed
+            stage = partial(ops.stage_cached, view, block.pages, target, memo=place.memo)
+            runtime.transfer.submit(("staging", slot), stage, way="prefix")
+            return
         # What left the cache since the host asked is brought all the same, but need not have a slot.
         keeps = layer not in runtime.cache.scoped and not (absent is not None and absent.none(layer, block.part))
         due = absent.due(layer, block.part) if absent is not None else None

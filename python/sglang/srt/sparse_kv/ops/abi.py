@@ -97,6 +97,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "gather": (View, Work, Gather),
     "plan_stage": (View, Work, Resolve, Stage),
     "stage": (View, Stage),
+    "stage_cached": (View, Stage),
     "stage_landed": (View, Stage),
     "land": (View, Land),
     "absent": (Absent,),

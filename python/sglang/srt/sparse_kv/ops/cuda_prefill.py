@@ -65,7 +65,6 @@ class StagePlan:
     args: Any
     install: Any  # what takes slots, or None
     work: Any
-    pages: int
     of: tuple[torch.Tensor | None, ...]  # pages, tokens, step
     memory: torch.Tensor  # int32, of all that args and install write
     due: torch.Tensor | None = None
@@ -104,7 +103,7 @@ def _new_plan(view: LayerView, of, memory: torch.Tensor | None) -> StagePlan:
         list=start + 16 + 20 * units,
         count=count,
     )
-    return StagePlan(args, install, workspace(device).work(heads, max(count, 1)), count, of, memory)
+    return StagePlan(args, install, workspace(device).work(heads, max(count, 1)), of, memory)
 
 
 def stage(
@@ -123,6 +122,17 @@ def stage(
     launch("stage", target.device, view_of(view), args)
 
 
+def stage_cached(view: LayerView, pages, target: torch.Tensor, memo: dict[str, Any] | None = None) -> None:
+    """As reference_prefill.stage_cached, in one kernel."""
+    args = None if memo is None else memo.get("cached")
+    if args is None:
+        args = abi.Stage(pages=ints(pages, "pages"), count=pages.shape[0])
+        _fill_in(args, view, target)
+        if memo is not None:
+            memo["cached"] = args
+    launch("stage_cached", target.device, view_of(view), args)
+
+
 def stage_landed(
     view: LayerView, plan: StagePlan, target: torch.Tensor, landing: torch.Tensor, first: int, places: int
 ) -> None:
@@ -133,19 +143,21 @@ def stage_landed(
 
 
 def _into(view: LayerView, plan: StagePlan, target: torch.Tensor) -> Any:
-    if plan.target is target:
-        return plan.args
+    if plan.target is not target:
+        _fill_in(plan.args, view, target)
+        plan.target = target
+    return plan.args
+
+
+def _fill_in(args: Any, view: LayerView, target: torch.Tensor) -> None:
     heads, dim = view.kv.shape[0], view.kv.shape[4]
-    expected = (2, heads, plan.pages * view.kv.shape[3], dim)
+    expected = (2, heads, args.count * view.kv.shape[3], dim)
     if target.shape != expected or target.dtype != view.kv.dtype or target.stride()[2:] != (dim, 1):
         raise ValueError(
             f"stage: target must be {view.kv.dtype} {list(expected)}, each head's tokens together, got {target.dtype} "
             f"{list(target.shape)} with strides {target.stride()}"
         )
-    args = plan.args
     args.target, args.stride_values, args.stride_head = pointer(target), target.stride(0), target.stride(1)
-    plan.target = target
-    return args
 
 
 def _chunk(view: LayerView, k, v, loc, through: bool, memo: dict[str, Any] | None = None) -> Any:

@@ -27,6 +27,7 @@ OPERATIONS = (
     "land",
     "plan_stage",
     "stage",
+    "stage_cached",
     "stage_landed",
     "store_chunk",
     "refresh",

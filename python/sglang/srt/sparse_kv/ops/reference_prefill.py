@@ -75,6 +75,13 @@ def stage(view: LayerView, plan: StagePlan, target: torch.Tensor, parts: str = "
         gather(view, _only(plan.fetch, plan.pages[~plan.due]))
 
 
+def stage_cached(view: LayerView, pages: torch.Tensor, target: torch.Tensor, memo=None) -> None:
+    """As a plan without slots and `stage` of it, in one: for pages that are resident, so that hardly a unit comes from
+    the host. pages int [M], target as there; memo: a dictionary of these two, as in `store_chunk`.
+    """
+    stage(view, plan_stage(view, pages), target)
+
+
 def land(view: LayerView, runs: np.ndarray, landing: torch.Tensor) -> None:
     """Copies whole pages from the host into a landing [places, H, 2, P, D] on the device.
 
