@@ -14,6 +14,12 @@ from sglang.srt.sparse_kv import plugin, prometheus, refusals
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+WHICH = {
+    "chunked_prefill_size": " below 1",
+    "cuda_graph_backend_prefill": " full or tc_piecewise",
+    "cuda_graph_config": " with such a prefill",
+}
+
 
 def _refused() -> str:
     return _table(
@@ -26,9 +32,7 @@ def _which(refusal: refusals.Refusal) -> str:
     """Which values are refused, where some that are not the default are served."""
     if refusal.field.endswith("attention_backend"):
         return f" other than {refusals.ATTENTION_BACKEND}"
-    return (
-        " above 1" if refusal.served is refusals._one else {"chunked_prefill_size": " below 1"}.get(refusal.field, "")
-    )
+    return " above 1" if refusal.served is refusals._one else WHICH.get(refusal.field, "")
 
 
 def _environment() -> str:

@@ -96,7 +96,7 @@ def command(options: argparse.Namespace, variant: str) -> list[str]:
         if VARIANTS[variant] is None:
             command += ["--max-total-tokens", "20000"]
     else:
-        command += ["--dtype", o.dtype, "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"]
+        command += ["--dtype", o.dtype, "--sampling-backend", "pytorch"]
         command += ["--chunked-prefill-size", str(o.chunk)]
         # Request tables are sized by the most requests times the context: 2 GB where SGLang decides alone.
         command += ["--max-running-requests", str(o.max_requests)]
@@ -108,7 +108,8 @@ def command(options: argparse.Namespace, variant: str) -> list[str]:
         if o.tp > 1:
             command += ["--tp-size", str(o.tp)]
         if VARIANTS[variant] is None:
-            command += ["--attention-backend", "flashinfer"]
+            # Its second turns come sooner without graphs of prefills: docs/results.md, time to the first token.
+            command += ["--attention-backend", "flashinfer", "--disable-prefill-cuda-graph"]
     if variant == "hicache":
         command += ["--enable-hierarchical-cache", "--hicache-size", str(int(o.host_memory.removesuffix("GB")))]
         command += HICACHE

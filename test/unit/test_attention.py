@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_buffer_registry import build_eager_registry
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
 from sglang.srt.sparse_kv.attention import SparseKVAttnBackend
 from worker_rig import Rig, request, stand_in
 
@@ -21,13 +23,17 @@ class Prefills:
     def begin(self, table, req, prefix_lens, extend_lens, loc):
         self.begun.append((req.tolist(), prefix_lens, extend_lens, loc.tolist()))
 
+    def forward(self, layer, q, k, v, scale, borrowed):
+        self.borrowed = borrowed
+        return q
+
 
 @pytest.fixture
 def backend():
     made = SparseKVAttnBackend.__new__(SparseKVAttnBackend)
     made.runtime = SimpleNamespace(policy=SimpleNamespace(poison=False))
     made.req_to_token_pool = SimpleNamespace(req_to_token=None)
-    made.prefill, made._begun = Prefills(), False
+    made.prefill, made._begun, made._blank = Prefills(), False, False
     return made
 
 
@@ -77,6 +83,36 @@ def test_one_that_no_worker_announced_is_begun(backend):
         backend.init_forward_metadata(forward(loc))
         assert backend.prefill.begun[-1] == begun(loc)
     assert len(backend.prefill.begun) == 2
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_keys_are_lent_where_a_graph_goes_on_behind_attention(backend, graph):
+    backend.begin_prefill(*begun_arguments(torch.arange(3)))
+    out = attend(backend, torch.arange(3), graph)
+    assert backend.prefill.borrowed is graph and len(backend.prefill.begun) == 1
+    assert torch.equal(out, torch.ones(3, 32))
+
+
+def test_a_graph_is_captured_around_the_attention_of_nobody(backend):
+    """Which would write to the host, and take slots."""
+    out = attend(backend, torch.zeros(3, dtype=torch.int64), graph=True)
+    assert backend.prefill.begun == [] and not hasattr(backend.prefill, "borrowed")
+    assert torch.equal(out, torch.zeros(3, 32))
+    attend(backend, torch.arange(3), graph=False)
+    assert len(backend.prefill.begun) == 1 and backend.prefill.borrowed is False
+
+
+def begun_arguments(loc):
+    return torch.tensor([4]), [32], [3], loc
+
+
+def attend(backend, loc, graph):
+    backend.runtime.geometry = SimpleNamespace(kv_heads=2, group=2, head_dim=8)
+    with enable_breakable_cuda_graph() if graph else contextlib.nullcontext():
+        batch = forward(loc)
+        backend.init_forward_metadata(batch)
+        layer = SimpleNamespace(layer_id=0, scaling=1.0)
+        return backend.forward_extend(torch.ones(3, 32), torch.ones(3, 16), torch.ones(3, 16), layer, batch)
 
 
 def test_the_worker_sends_the_prefix_on_its_way_before_anything_else(monkeypatch):

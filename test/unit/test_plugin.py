@@ -138,9 +138,11 @@ def test_what_follows_from_sparse_kv(model, guide, rows):
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
     assert args.speculative_num_draft_tokens == args.max_speculative_num_draft_tokens == rows
     assert args.get_attention_backends() == ("dualdecoder", "dualdecoder")
-    assert (args.page_size, args.disable_prefill_cuda_graph) == (16, True)
+    assert args.page_size == 16
     if args.device == "cpu":
-        assert args.disable_overlap_schedule
+        assert args.disable_overlap_schedule and args.cuda_graph_config.prefill.backend == "disabled"
+    else:
+        assert max(args.cuda_graph_config.prefill.bs) == 1024
     assert args._sparse_kv["guide"] == guide
 
 

@@ -22,6 +22,8 @@ ON = ["--sparse-kv", "dualdecoder"]
 TYPED = {
     "pp_size": "2",
     "nnodes": "2",
+    "cuda_graph_backend_prefill": "tc_piecewise",
+    "cuda_graph_config": '{"prefill": {"backend": "full"}}',
     "dcp_size": "2",
     "attn_cp_size": "2",
     "lora_paths": "adapter=/some/where",

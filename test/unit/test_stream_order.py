@@ -51,6 +51,22 @@ class Kernels:
         self.landed: dict[int, int] = {}  # by place: the number of what landed last
         self.lands = itertools.count()
         self.land_number = -1
+        self.segment = self.written = 0  # of a graph, that was launched and that has run, where k and v are
+
+    def replay(self) -> None:
+        """A segment of a graph, which writes where k and v are."""
+        self.segment += 1
+        self.launch(partial(setattr, self, "written", self.segment))
+
+    def reading(self, work):
+        """work, which reads k and v of now."""
+        segment = self.segment
+
+        def running():
+            assert self.written == segment, "a graph went on to write where a chunk is read"
+            work()
+
+        return running
 
     def launch(self, work) -> None:
         self.launched += 1
@@ -151,7 +167,7 @@ class Kernels:
         return out_a, lse_a
 
     def store_chunk(self, view, k, v, loc, through, memo):
-        self.launch(lambda: setattr(self, "stored", self.stored + 1))
+        self.launch(self.reading(lambda: setattr(self, "stored", self.stored + 1)))
 
     def refresh(self, view, k, v, loc, pages, tokens, step, memo):
         blocks, self.attended = self.attended, []
@@ -159,7 +175,7 @@ class Kernels:
         def refreshing():
             assert all(self.came[block] == self.parts[block] for block in blocks), "slots are taken that may be read"
 
-        self.launch(refreshing)
+        self.launch(self.reading(refreshing))
 
     def over(self) -> None:
         """What comes next on the compute stream may rely on all that was launched."""
@@ -172,7 +188,7 @@ class Kernels:
         self.streams.launch(check)
 
 
-def prefills(streams: Streams, seed: int, broken: bool = False) -> Kernels:
+def prefills(streams: Streams, seed: int, broken=False, graph=False, borrowed=False) -> Kernels:
     """Launches several, of one to three requests, whose blocks have up to six pieces that land, or none."""
     chance = random.Random(seed)
     rig = small_blocks(Rig(seed=seed, layers=LAYERS, pages=120, context=400, requests=3), chance.choice((1, 3, 7, 12)))
@@ -196,7 +212,11 @@ def prefills(streams: Streams, seed: int, broken: bool = False) -> Kernels:
         layers = chance.randrange(LAYERS) if broken and chance.random() < 0.5 else LAYERS
         for layer in range(layers):
             q, k, v = (torch.zeros(sum(tokens), heads, 8) for heads in (4, 2, 2))
-            rig.prefill.forward(layer, q, k, v, 1.0)
+            if graph:
+                kernels.replay()
+            rig.prefill.forward(layer, q, k, v, 1.0, borrowed)
+        if graph:
+            kernels.replay()
         if layers == LAYERS:
             kernels.over()
         if chance.random() < 0.3:
@@ -222,6 +242,21 @@ def test_whatever_the_order_of_streams_each_kernel_finds_its_data(broken, monkey
             assert kernels.ran == kernels.launched
             landings += next(kernels.lands)
     assert landings > 1000
+
+
+def test_a_graph_writes_where_a_chunk_is_when_nobody_reads_it_any_more(monkeypatch):
+    for borrowed in (True, False):
+        late = 0
+        for seed in range(30):
+            with monkeypatch.context() as patch:
+                streams = Streams(patch)
+                try:
+                    prefills(streams, seed, graph=True, borrowed=borrowed)
+                    streams.run(random.Random(seed))
+                except AssertionError as error:
+                    assert "a graph went on" in str(error)
+                    late += 1
+        assert (late == 0) == borrowed, "whoever does not say that k and v are lent must be caught"
 
 
 def test_a_piece_lands_while_the_one_before_it_is_taken_away(monkeypatch):

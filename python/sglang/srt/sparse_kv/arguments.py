@@ -27,6 +27,16 @@ KEYWORDS = ("sparse_kv", "sparse_kv_budget", "sparse_kv_host_memory", "sparse_kv
 # Keys of --sparse-kv-config: what has no flag of its own.
 SETTINGS = [f.name for f in dataclasses.fields(SparseKVConfig) if f"sparse_kv_{f.name}" not in KEYWORDS]
 
+# Tokens of a prefill up to which CUDA graphs hold what lies between its layers' attention: with more, the GPU takes
+# longer for them than the host for its orders. SGLang's own choice, a chunk, would only make the start longer.
+GRAPH_TOKENS = 1024
+GRAPHS_CHOSEN = (
+    "cuda_graph_max_bs_prefill",
+    "cuda_graph_bs_prefill",
+    "cuda_graph_config",
+    "disable_prefill_cuda_graph",
+)
+
 # Carries the flags from the parsed namespace to the constructor, between which SGLang passes only its own fields.
 _flags: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("sparse_kv_flags", default=None)
 
@@ -141,13 +151,13 @@ def _derived(kwargs: dict[str, Any], config: SparseKVConfig) -> dict[str, Any]:
         "speculative_num_draft_tokens": config.most_rows,
         "attention_backend": refusals.ATTENTION_BACKEND,
         "page_size": kwargs.get("page_size") or DEFAULT_PAGE_SIZE,
-        # Prefill streams its prefix from the host by sizes that differ from batch to batch.
-        "disable_prefill_cuda_graph": True,
     }
     if _device(kwargs) == "cpu":
         # SGLang's relay between overlapped steps records streams, which CPU tensors cannot.
-        derived |= {"disable_overlap_schedule": True, "disable_cuda_graph": True}
-    elif kwargs.get("chunked_prefill_size") is None and (chunk := _chunk(kwargs, config)):
+        return derived | {"disable_overlap_schedule": True, "disable_cuda_graph": True}
+    if not any(kwargs.get(name) for name in GRAPHS_CHOSEN):
+        derived["cuda_graph_max_bs_prefill"] = GRAPH_TOKENS
+    if kwargs.get("chunked_prefill_size") is None and (chunk := _chunk(kwargs, config)):
         derived["chunked_prefill_size"] = chunk
     return derived
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
 from sglang.srt.sparse_kv.decode import decode_layer
 from sglang.srt.sparse_kv.host_pool import HostPool
 from sglang.srt.sparse_kv.prefill import Prefill
@@ -31,6 +32,7 @@ class SparseKVAttnBackend(AttentionBackend):
         self.runtime = pool.runtime
         self.prefill = Prefill(self.runtime)
         self._begun = False  # a prefill whose forward is to come
+        self._blank = False  # this prefill is nobody's: a CUDA graph is captured around its attention
         self.step: DecodeStep | None = None
 
     # ------------------------------------------------------------ once a forward
@@ -43,7 +45,8 @@ class SparseKVAttnBackend(AttentionBackend):
         if mode.is_target_verify():
             self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
-            if not self._begun:
+            self._blank = not self._begun and is_in_breakable_cuda_graph()
+            if not self._begun and not self._blank:
                 self.begin_prefill(
                     forward_batch.req_pool_indices,
                     list(forward_batch.extend_prefix_lens_cpu),
@@ -97,8 +100,14 @@ class SparseKVAttnBackend(AttentionBackend):
             out = decode_layer(self.runtime, self.step, layer.layer_id, q, k, v, layer.scaling)
         else:
             q = q.view(tokens, geometry.kv_heads * geometry.group, geometry.head_dim)
-            out = self.prefill.forward(layer.layer_id, q, k, v, layer.scaling)
+            out = self._extend(layer, q, k, v)
         return out.reshape(tokens, -1)
+
+    def _extend(self, layer, q, k, v) -> torch.Tensor:
+        """A prefill's attention, which runs between the segments of a CUDA graph where there is one for its tokens."""
+        if self._blank:
+            return torch.zeros_like(q)
+        return self.prefill.forward(layer.layer_id, q, k, v, layer.scaling, borrowed=is_in_breakable_cuda_graph())
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
         raise RuntimeError(

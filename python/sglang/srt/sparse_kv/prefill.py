@@ -148,8 +148,10 @@ class Prefill:
             blocks.append(Block(pages, filled, tokens))
         return blocks
 
-    def forward(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
-        """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]."""
+    def forward(self, layer: int, q, k, v, scale: float, borrowed: bool = False) -> torch.Tensor:
+        """q [T, H*G, D]; k, v [T, H, D]; returns [T, H*G, D]. borrowed: the memory of k and v is written anew as
+        soon as this has returned, as by the next segment of a CUDA graph.
+        """
         transfer, step = self.runtime.transfer, self.step
         assert step is not None, "begin comes before the layers"
         self._store(layer, step, k, v)
@@ -161,8 +163,9 @@ class Prefill:
                 rows = slice(chunk.start, chunk.start + chunk.tokens)
                 out[rows] = self._attend(step, chunk, q[rows], k[rows], v[rows], scale)
         self._refresh_cache(layer, step, k, v)
-        for work in ("store", "refresh"):  # of the layer before, which has had this one's time
-            transfer.join((work, 1 - layer % 2))
+        due = layer if borrowed else layer - 1  # the layer before has had this one's time
+        for work in ("store", "refresh"):
+            transfer.join((work, due % 2))
         self._leaving = (k, v)
         if layer == self.runtime.geometry.num_layers - 1:
             transfer.join_all()

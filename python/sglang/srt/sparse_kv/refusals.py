@@ -15,6 +15,8 @@ from sglang.srt.sparse_kv.config import MODE, SparseKVConfig
 
 ATTENTION_BACKEND = MODE
 ALGORITHM = MODE.upper()
+# Ways to capture prefills that leave attention out of the graph; None: SGLang's choice, the first where it can.
+PREFILL_GRAPHS = (None, "breakable", "disabled")
 
 # Dense decoders whose attention is plain GQA in every layer; their code passes keys and values to the attention
 # backend and writes them nowhere by itself.
@@ -51,12 +53,19 @@ def _one(value: int) -> bool:
     return value == 1
 
 
+def _breaks(graphs: Any) -> bool:
+    """graphs: SGLang's, as the dictionary that was given or with all that follows from it."""
+    given = graphs if isinstance(graphs, dict) or graphs is None else graphs.to_dict()
+    return ((given or {}).get("prefill") or {}).get("backend") in PREFILL_GRAPHS
+
+
 _NO_KV_ON_GPU = "it moves keys and values that it expects in GPU memory, and they live on the host"
 _ONE_HOST_COPY = "it keeps a host copy of keys and values, and the host already has the only one"
 _ONE_SEQUENCE = "it splits one sequence over ranks, and a page cache holds whole sequences"
 _ROWS = "a decode step already has a row for guesses, which it never accepts"
 _OWN_POOL = "it replaces the pool that keys and values live in"
 _OWN_LAUNCH = "it starts processes that load no plugins"
+_WHOLE_PREFILL = "its graph would hold the attention of the prefill that it was captured with"
 _TWO_FORWARDS = "it runs two forwards at once, and the page cache serves one"
 DROP = "drop it"
 
@@ -103,6 +112,10 @@ REFUSALS = (
     Refusal(
         "enable_torch_compile", "the compiler would reorder page fetches and the attention that waits for them", DROP
     ),
+    Refusal(
+        "cuda_graph_backend_prefill", _WHOLE_PREFILL, "use breakable or disabled", lambda value: value in PREFILL_GRAPHS
+    ),
+    Refusal("cuda_graph_config", _WHOLE_PREFILL, "make prefill breakable or disabled", _breaks),
     Refusal("enable_return_hidden_states", "those of the guessed row would be returned as well", DROP),
     Refusal("return_hidden_states_mode", "those of the guessed row would be returned as well", DROP),
     Refusal("dllm_algorithm", "a diffusion model decodes no token after another", DROP),
