@@ -14,7 +14,7 @@ from sglang.srt.sparse_kv.landing import runs_of
 from sglang.srt.sparse_kv.ops import cuda, cuda_prefill, reference, reference_prefill
 from sglang.srt.sparse_kv.ops.attend import Inputs
 from sglang.srt.sparse_kv.ops.launching import inner_contiguous
-from sglang.srt.sparse_kv.ops.reference import Fetch
+from sglang.srt.sparse_kv.ops.reference import PREFIX_HOST, Fetch
 from sglang.srt.sparse_kv.ops.workspace import workspace
 from sglang.srt.sparse_kv.transfer import PlainTransfer, StreamTransfer
 
@@ -261,7 +261,7 @@ def test_stage_cached(engine, page_size, dim, dtype, resident):
     memo: dict = {}
     whole = torch.full((2, heads, 20 * page_size, dim), 9.0, dtype=dtype, device=engine.device)
     target = whole[:, :, : 17 * page_size]
-    chosen = torch.randperm(pages, generator=torch.Generator().manual_seed(1))[:17]
+    chosen = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1))[:17] + 1  # page 0 is nobody's
     on_device = chosen.to(engine.device)
     for seed in range(2):  # two layers
         view = make_layer(seed, engine.device, heads, slots, pages, page_size, dim, dtype, resident=resident)
@@ -271,7 +271,7 @@ def test_stage_cached(engine, page_size, dim, dtype, resident):
         cuda_prefill.stage_cached(view, on_device, target, memo)
         assert torch.equal(whole.cpu(), expected)
         assert torch.equal(view.counters.cpu(), expected_view.counters)
-        assert bool(view.counters[-1] > 0) == (resident < 1)
+        assert bool(view.counters[PREFIX_HOST] > 0) == (resident < 1)
         same_tables(view, expected_view, before)
 
 

@@ -357,7 +357,7 @@ def test_a_token_is_written_alike_ahead_of_the_look_up_and_behind_it(seed):
     found = []
     for view in (ahead, behind):
         # What lies in the cache of an open page that begins is an earlier owner's.
-        fetch = reference.plan_prefetch(view, resident.expand(1, heads, -1), None, clock(9), cap=PAGES)
+        fetch = reference.plan_prefetch(Prefetch(view, resident.expand(1, heads, -1), clock(9), cap=PAGES))
         reference.gather(view, fetch)
         account = torch.zeros((n, 2), dtype=torch.int32)
         wide = {"num_pages": number, "fetched": account, "owner": owner}
