@@ -309,6 +309,34 @@ def test_all_of_more_pages_than_can_be_ranked(engine, rows, global_scores, monke
     assert got.num_pages.tolist() == [128 + 16 + 64, 4100, 4099]
 
 
+@pytest.mark.parametrize("spoiled", ["queries", "one query head", "landmark"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("rows", "group"), [(1, 4), (1, 8), (2, 3)])
+def test_heads_agree_how_many_pages_there_are(engine, rows, group, value, spoiled):
+    """Whatever has overflowed in the first of them, the open page is the last of each: a look-up knows it by that."""
+    q, landmarks, table, length, active, shape = batch(
+        5, engine.device, [1500, 90, -1, 700], rows, 2, group, 64, torch.float32, 16, 256
+    )
+    if spoiled == "landmark":
+        landmarks.scales[table[0, 30].long(), 0, 1] = value
+    else:
+        q[:, :, 0, : 1 if spoiled == "one query head" else group] = value
+    lo, hi = bounds(shape, length, active, rows)
+    to = lambda t: t.to(engine.device)  # noqa: E731
+    scores = cuda.score(to(q), on(landmarks, engine), to(table), to(lo), to(hi), 0.1)
+    got = both(cuda, scores, to(table), to(length), to(active), shape, shape.budget_pages)
+    scores = reference.score(q, landmarks, table, lo, hi, 0.1)
+    expected = both(reference, scores, table, length, active, shape, shape.budget_pages)
+    opened = table.gather(1, (length // 16)[:, None])[active].expand(-1, 2)
+    for found in (got, expected):
+        pages, number = found.pages.cpu(), found.num_pages.cpu()
+        assert torch.equal((pages >= 0).sum(-1), number[:, None].expand(-1, 2).long())
+        last = number[active].long()[:, None, None].expand(-1, 2, 1) - 1
+        assert torch.equal(pages[active].gather(2, last)[..., 0], opened)
+        guessed = (hi - lo)[:, -1:].clamp(max=shape.budget_pages).expand(-1, 2)
+        assert torch.equal((found.predicted.cpu() >= 0).sum(-1), guessed)
+
+
 def test_one_row(engine):
     """Without a guide the prediction is row 0's own choice."""
     q, landmarks, table, length, active, shape = batch(

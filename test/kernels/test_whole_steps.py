@@ -196,6 +196,42 @@ def test_steps_of_two_rows_are_the_oracle_s(engine, residency, stand_in):
     assert count["missed"] > 0 and count["prefetched"] > 0
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("head", [0, 1])
+def test_what_overflows_spoils_no_page_that_others_share(engine, head, kernels, stand_in):
+    """A request whose queries are no numbers in one head selects as many pages there, so none of a prefix is taken for
+    its open page, which is brought in part.
+    """
+    if not engine.small:
+        pytest.skip("the rig's pages are on the CPU")
+    rig = Rig(seed=5, layers=2, pages=150, context=300, requests=2, dim=16)
+    geometry, page = rig.geometry, rig.geometry.page_size
+    rig.start(1)
+    rig.extend({1: 20 * page})
+    rig.start(2)
+    rig.fork(2, 1, 20 * page)
+    rig.extend({1: 3, 2: 5})
+    rig.runtime.policy.check = False
+    if kernels:
+        rig.runtime.ops = kernel_engine()
+    for view in rig.runtime.cache.views:
+        reference.invalidate(view, torch.arange(1, geometry.num_pages))
+    data = []
+    for _ in range(geometry.num_layers):
+        q = rig.rand(2, geometry.kv_heads, geometry.group, geometry.head_dim)
+        q[0, head] = float("nan")
+        data.append((q.flatten(1, 2), *(rig.rand(2, geometry.kv_heads, geometry.head_dim) for _ in range(2))))
+    rig.decode([1], data, verify=False)
+    shared, compared = set(rig.owned[2][:-1]), 0
+    for view in rig.runtime.cache.views:
+        for h, slot in (view.page_of >= 0).nonzero().tolist():
+            number = int(view.page_of[h, slot])
+            if number in shared:
+                compared += 1
+                assert torch.equal(view.kv[h, slot], view.host[number, h]), "a page of the prefix is there in part"
+    assert compared > 0
+
+
 @pytest.fixture
 def only_gpu(gpu):
     pytest.importorskip("flashinfer", reason="needs FlashInfer")

@@ -8,6 +8,10 @@
 
 namespace skv {
 
+// Less than any score. Of a candidate whose scores are no numbers: it is one all the same, so that heads agree how many
+// pages a request selects, and which of them is the open one.
+constexpr float kWorst = -3e38f;
+
 // One (request, row, kv head) of the scores, and where it lies in the arrays.
 struct Line {
   int n, row, head;
@@ -68,7 +72,7 @@ __device__ __forceinline__ float best_of_group(const SkvSelect& args, const Line
                                                int page) {
   if (!args.logits) return args.scores[line.index * args.table_width + page];
   const float* logits = args.logits + line.index * args.group * args.table_width + page;
-  float best = -kInf;
+  float best = kWorst;
   for (int q = 0; q < args.group; ++q) best = fmaxf(best, logits[q * args.table_width] - scratch.norm[q]);
   return best * kLn2;
 }
@@ -108,7 +112,7 @@ struct Loaded {
                                          const Candidates& candidates, int turn, int j) const {
     int i = candidates.index(turn + j);
     if (kGroup == 0) return i < candidates.end ? best_of_group(args, line, scratch, line.lo + i) : -kInf;
-    float best = -kInf;
+    float best = kWorst;
 #pragma unroll
     for (int q = 0; q < kGroup; ++q) best = fmaxf(best, logits[j][q] - scratch.norm[q]);
     return i < candidates.end ? best * kLn2 : -kInf;

@@ -17,6 +17,7 @@ from sglang.srt.sparse_kv.ops.landmarks import Landmarks, store, vectors
 NONE = -1
 NEVER = -1  # stamp of a free slot: older than any step
 RESERVED = torch.iinfo(torch.int32).max  # stamp of a slot that must not be used
+WORST = -3e38  # less than any score
 
 # Columns of a counter row, one row a layer.
 COUNTERS = (
@@ -85,9 +86,11 @@ def score(q: torch.Tensor, landmarks: Landmarks, table: torch.Tensor, lo, hi, sc
 
     A page counts for the sum of exponentials over its landmark's vectors, as attention counts its keys.
     q [N, R, H, G, D]; landmarks of [NP, H] units; table int32 [N, MP]; lo, hi int [N, R] candidate bounds.
-    Returns float32 [N, R, H, MP], -inf outside the bounds. The logarithm keeps far pages apart where a float32 softmax
-    would make them equal zeros. One request at a time: sums of another length round differently, and so might decide
-    another way, so a request's scores must not depend on how long its neighbours are. inputs: of attend_inputs.
+    Returns float32 [N, R, H, MP], -inf outside the bounds alone: a candidate whose scores are no numbers, since a query
+    or a key has overflowed, is the worst one, so that heads agree how many pages a request selects. The logarithm keeps
+    far pages apart where a float32 softmax would make them equal zeros. One request at a time: sums of another length
+    round differently, and so might decide another way, so a request's scores must not depend on how long its neighbours
+    are. inputs: of attend_inputs.
     """
     n, rows, heads, group, dim = q.shape
     out = q.new_full((n, rows, heads, table.shape[1]), float("-inf"), dtype=torch.float32)
@@ -103,7 +106,8 @@ def score(q: torch.Tensor, landmarks: Landmarks, table: torch.Tensor, lo, hi, sc
         inside = (index >= lo[i, :, None]) & (index < hi[i, :, None])  # [R, span]
         logits = logits.masked_fill(~inside[:, None, :], float("-inf"))
         norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-        out[i, :, :, :span] = (logits - torch.where(norm.isinf(), 0.0, norm)).amax(dim=2).transpose(0, 1)
+        best = (logits - torch.where(norm.isinf(), 0.0, norm)).nan_to_num_(nan=WORST, neginf=WORST).amax(dim=2)
+        out[i, :, :, :span] = best.transpose(0, 1).masked_fill(~inside[:, None, :], float("-inf"))
     return out
 
 
