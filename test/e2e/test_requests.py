@@ -137,6 +137,13 @@ def test_token_ids_beyond_the_vocabulary_are_refused(sparse: Server):
             assert reply.status_code == 400 and f"token id {wrong} and this model knows 0 to 49151" in reply.text
 
 
+def test_prompts_without_tokens_are_refused(sparse: Server):
+    """In a list of prompts; SGLang looks at one that is alone."""
+    for path, name in (("/generate", "input_ids"), ("/v1/completions", "prompt")):
+        reply = requests.post(sparse.url + path, json={"model": "served", name: [[504, 3575], []]}, timeout=60)
+        assert reply.status_code == 400 and "the prompt has no tokens" in reply.text
+
+
 def test_lists_in_place_of_one_value_are_refused(sparse: Server):
     """SGLang splits them for many prompts; for one, its scheduler adds them to text or compares them with a number."""
     for wrong in ({"lora_id": ["a"]}, {"extra_key": ["a"], "lora_id": "a"}, {"logprob_start_len": [0]}):

@@ -82,10 +82,19 @@ def test_token_ids_that_the_model_does_not_know_are_refused(model, wrong):
     dense, sparse = ServerArgs(model_path=model), ServerArgs(model_path=model, sparse_kv="dualdecoder")
     with pytest.raises(ValueError, match=rf"^sglang-dualdecoder: .* token id {wrong} and .* 0 to 99; [^\n]+\.$"):
         ask(sparse, [3, wrong, 5])
-    for ids in ([0, 99], [], None):
+    for ids in ([0, 99], None):
         ask(sparse, ids)
     ask(dense, [wrong])
-    assert checked == [array("q", [0, 99]), [], None, [wrong]]  # SGLang's own form, for it to copy
+    assert checked == [array("q", [0, 99]), None, [wrong]]  # SGLang's own form, for it to copy
+
+
+def test_a_prompt_without_tokens_is_refused(model):
+    """SGLang refuses one that is alone; in a list of prompts it ended the scheduler, whose kernels expect a row."""
+    server_args, asked = ServerArgs(model_path=model, sparse_kv="dualdecoder"), []
+    manager = types.SimpleNamespace(server_args=server_args, model_config=types.SimpleNamespace(vocab_size=100))
+    with pytest.raises(ValueError, match=r"^sglang-dualdecoder: the prompt has no tokens; [^\n]+\.$"):
+        launch.sound_request(lambda *them: asked.append(them), manager, None, "", [])
+    assert asked == []
 
 
 def test_lists_in_place_of_one_prompts_values_are_refused(model):

@@ -76,7 +76,9 @@ def sound_request(
 ) -> Any:
     """AROUND ``TokenizerManager._create_tokenized_object``: what the scheduler takes on trust, of one prompt."""
     if config_of(self.server_args) is not None:
-        if input_ids:
+        if input_ids is not None:
+            if not len(input_ids):
+                raise ValueError("sglang-dualdecoder: the prompt has no tokens; send at least one.")
             input_ids = _known_ids(input_ids, self.model_config.vocab_size)
         for name in _single_values():
             if isinstance(getattr(obj, name, None), (list, dict)):

@@ -134,7 +134,8 @@ HOOKS = (
         LAUNCHER,
         ("self", "obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids"),
         "launch:sound_request",
-        "refuses token ids that the model does not know, and lists where a prompt has one value; SGLang checks none",
+        "refuses prompts without tokens, token ids that the model does not know, and lists where a prompt has one "
+        "value; SGLang checks none in a list of prompts",
         "one such request ends the server: an id is looked up in the embeddings, a list is compared with a number",
     ),
     Hook(
