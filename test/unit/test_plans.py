@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import write_model
 from plans import MODELS, options
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.sparse_kv import arguments, command, dense, devices, model_shape, planner, report, split, variants
 from sglang.srt.sparse_kv.config import SparseKVConfig
 
@@ -42,10 +44,10 @@ def test_weights_are_what_the_makers_say(model, billions):
 PAIRS = [
     ("llama-3.1-8b", "rtx 4090", 1, "96GB", 131072, 5, 1),
     ("llama-3.1-8b", "l4", 1, "32GB", 131072, 6, 0),
-    ("llama-3.1-8b", "h100", 1, "256GB", 131072, 161, 12),
+    ("llama-3.1-8b", "h100", 1, "256GB", 131072, 157, 12),
     ("llama-3.1-8b", "h200", 1, "256GB", 131072, 389, 27),
     ("qwen3-8b", "a100-40gb", 1, "96GB", 40960, 45, 3),
-    ("mistral-7b-v0.3", "l40s", 1, "96GB", 32768, 78, 6),
+    ("mistral-7b-v0.3", "l40s", 1, "96GB", 32768, 76, 5),
     ("llama-3.2-1b", "a10", 1, "32GB", 131072, 210, 15),
     ("qwen2.5-32b", "a100-80gb", 1, "32GB", 32768, 6, 0),
     ("qwen2.5-32b", "h100", 2, "200GB", 32768, 120, 8),
@@ -340,13 +342,43 @@ def test_the_batch_is_the_fastest_one():
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "tp", "chunk", "share"),
-    [(24, 1, 2048, 0.846), (40, 1, 4096, 0.832), (80, 1, 8192, 0.837), (139, 8, 8192, 0.896), (180, 1, 16384, 0.857)],
+    ("memory_gib", "tp", "chunk"), [(24, 1, 2048), (40, 1, 4096), (80, 1, 8192), (139, 8, 8192), (180, 1, 16384)]
 )
-def test_what_plain_sglang_keeps_for_itself(memory_gib, tp, chunk, share):
-    """By hand from its rule: 512 MiB, 1.5 MiB a token of a chunk, 128 MiB a rank, 2 MiB a captured row."""
-    assert dense.default_chunk(memory_gib << 30) == chunk
-    assert dense.static_share(memory_gib << 30, tp, chunk) == pytest.approx(share, abs=0.0015)
+def test_what_sglang_keeps_for_itself(memory_gib, tp, chunk):
+    """Graphs of prefills included: a plan without a GPU promises what a server there finds."""
+    args = ServerArgs.__new__(ServerArgs)
+    given = {field.name: field.default for field in dataclasses.fields(ServerArgs)}
+    given |= {"device": "cuda", "tp_size": tp, "speculative_algorithm": arguments.refusals.ALGORITHM}
+    given["cuda_graph_max_bs_prefill"] = arguments.GRAPH_TOKENS
+    vars(args).update(given)
+    args._parse_cuda_graph_config()
+    captures = dense.captures_prefills(memory_gib << 30, tp, chunk)
+    args.cuda_graph_config.prefill.backend = "breakable" if captures else "disabled"
+    args.use_mla_backend = lambda: False
+    args.get_model_config = lambda: SimpleNamespace(is_multimodal=False)
+    args._handle_gpu_memory_settings(memory_gib << 10)
+    assert dense.default_chunk(memory_gib << 30) == args.chunked_prefill_size == chunk
+    assert len(args.cuda_graph_config.prefill.bs) == dense.PREFILL_GRAPHS
+    assert dense.static_share(memory_gib << 30, tp, chunk) == args.mem_fraction_static
+    assert captures == (memory_gib > 24), "with 2 GiB for a chunk, SGLang captures nothing and keeps room for it"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "disabled"),
+    [
+        ("NVIDIA L4", {}, True),
+        ("NVIDIA L4", {"mem_fraction_static": 0.7}, False),
+        ("NVIDIA L4", {"chunked_prefill_size": 4096}, False),
+        ("NVIDIA L4", {"cuda_graph_max_bs_prefill": 64}, False),
+        ("NVIDIA H200", {}, False),
+        ("a GPU of tomorrow", {}, False),
+    ],
+)
+def test_room_is_kept_for_graphs_of_prefills_only_where_there_will_be_some(gpu, given, disabled, monkeypatch):
+    monkeypatch.setattr(devices, "this_gpu", lambda: gpu)
+    kwargs = {"model_path": str(MODELS / "llama-3.1-8b.json"), "device": "cuda", **given}
+    derived = arguments._derived(kwargs, SparseKVConfig())
+    assert derived.get("disable_prefill_cuda_graph", False) == disabled
 
 
 def write_llama_2_7b(folder: Path) -> str:

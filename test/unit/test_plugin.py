@@ -15,9 +15,11 @@ import pytest
 import sglang_dualdecoder
 import spawned
 from models import write_model
+from sglang.srt.model_executor.cuda_graph_config import default_prefill_backend
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.sparse_kv import launch, plugin, refusals
+from sglang.srt.sparse_kv import arguments, launch, plugin, refusals
+from sglang.srt.sparse_kv.config import SparseKVConfig
 from sglang.srt.sparse_kv.refusals import StartRefused
 
 load_plugins()
@@ -144,6 +146,31 @@ def test_what_follows_from_sparse_kv(model, guide, rows):
     else:
         assert max(args.cuda_graph_config.prefill.bs) == 1024
     assert args._sparse_kv["guide"] == guide
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "sizes", "backend"),
+    [
+        ({}, 1024, None, "as is"),
+        ({"cuda_graph_config": {"decode": {"max_bs": 8}}}, 1024, None, "as is"),
+        ({"cuda_graph_config": {"prefill": {"max_bs": 256}}}, 256, None, "as is"),
+        ({"cuda_graph_max_bs_prefill": 4096}, 4096, None, "as is"),
+        ({"cuda_graph_max_bs_prefill": 0}, 0, None, "as is"),  # none
+        ({"cuda_graph_bs_prefill": [64, 2048]}, None, [64, 2048], "as is"),
+        ({"cuda_graph_backend_prefill": "breakable"}, 1024, None, "breakable"),
+        ({"disable_prefill_cuda_graph": True}, 1024, None, "disabled"),
+        ({"disable_cuda_graph": True}, 1024, None, "disabled"),
+    ],
+)
+def test_graphs_of_prefills_are_for_short_ones_unless_somebody_says_of_them(model, given, most, sizes, backend):
+    kwargs = {"model_path": model, "device": "cuda", **given}
+    args = ServerArgs.__new__(ServerArgs)
+    vars(args).update({field.name: field.default for field in dataclasses.fields(ServerArgs)})
+    vars(args).update(kwargs | arguments._derived(kwargs, SparseKVConfig()))
+    args._parse_cuda_graph_config()
+    prefill = args.cuda_graph_config.prefill
+    assert (prefill.max_bs, prefill.bs) == (most, sizes)
+    assert prefill.backend == (default_prefill_backend() if backend == "as is" else backend)
 
 
 def test_keywords_flags_and_a_file_say_the_same(model, tmp_path):

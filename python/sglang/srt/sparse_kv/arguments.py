@@ -30,12 +30,6 @@ SETTINGS = [f.name for f in dataclasses.fields(SparseKVConfig) if f"sparse_kv_{f
 # Tokens of a prefill up to which CUDA graphs hold what lies between its layers' attention: with more, the GPU takes
 # longer for them than the host for its orders. SGLang's own choice, a chunk, would only make the start longer.
 GRAPH_TOKENS = 1024
-GRAPHS_CHOSEN = (
-    "cuda_graph_max_bs_prefill",
-    "cuda_graph_bs_prefill",
-    "cuda_graph_config",
-    "disable_prefill_cuda_graph",
-)
 
 # Carries the flags from the parsed namespace to the constructor, between which SGLang passes only its own fields.
 _flags: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("sparse_kv_flags", default=None)
@@ -155,11 +149,21 @@ def _derived(kwargs: dict[str, Any], config: SparseKVConfig) -> dict[str, Any]:
     if _device(kwargs) == "cpu":
         # SGLang's relay between overlapped steps records streams, which CPU tensors cannot.
         return derived | {"disable_overlap_schedule": True, "disable_cuda_graph": True}
-    if not any(kwargs.get(name) for name in GRAPHS_CHOSEN):
-        derived["cuda_graph_max_bs_prefill"] = GRAPH_TOKENS
     if kwargs.get("chunked_prefill_size") is None and (chunk := _chunk(kwargs, config)):
         derived["chunked_prefill_size"] = chunk
+    if all(kwargs.get(f"cuda_graph_{name}_prefill") is None for name in ("max_bs", "bs")):
+        derived["cuda_graph_max_bs_prefill"] = GRAPH_TOKENS  # what cuda_graph_config says comes before it
+        if kwargs.get("mem_fraction_static") is None and not _captures_prefills(kwargs | derived):
+            derived["disable_prefill_cuda_graph"] = True
     return derived
+
+
+def _captures_prefills(kwargs: dict[str, Any]) -> bool:
+    device = devices.find(devices.this_gpu() or "")
+    if device is None:
+        return True
+    chunk = kwargs.get("chunked_prefill_size") or dense.default_chunk(device.memory)
+    return dense.captures_prefills(device.memory, kwargs.get("tp_size") or 1, chunk)
 
 
 def _chunk(kwargs: dict[str, Any], config: SparseKVConfig) -> int | None:

@@ -14,6 +14,8 @@ from sglang.srt.sparse_kv.geometry import Geometry
 
 GIB = 1 << 30
 LARGEST_CHUNK = 16384
+PREFILL_GRAPHS = 38  # sizes of prefills that are captured with sparse KV, up to 1024 tokens
+CAPTURED_FROM = 4 * GIB  # free memory below which SGLang captures none of them
 CONTEXT_BYTES = 700 * 10**6  # what a process holds of an H200 before it allocates anything
 
 # Memory below which a row is in force (GiB), chunked_prefill_size, largest captured batch below and from 4 ranks on.
@@ -42,13 +44,28 @@ def chunk(load: cost.Load, device: Device, memory: int) -> int:
 
 
 def static_share(memory: int, tp: int, chunk: int) -> float:
-    """mem_fraction_static where nobody chose."""
+    """mem_fraction_static of a server with sparse KV where nobody chose."""
     mib = memory / (1 << 20)
-    _, _, few, many = _row(memory)
-    reserved = 512 + 1.5 * chunk + 1024 * tp / 8 + 2 * (few if tp < 4 else many)
+    reserved = _reserved(memory, tp, chunk) + (_GRAPHS if captures_prefills(memory, tp, chunk) else 0)
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((mib - reserved) / mib, 3)
+
+
+def captures_prefills(memory: int, tp: int, chunk: int) -> bool:
+    """Whether SGLang keeps so much for itself that it captures prefills. It keeps room for their graphs even where it
+    then does not, and small GPUs have better use for that.
+    """
+    return _reserved(memory, tp, chunk) + _GRAPHS >= CAPTURED_FROM / (1 << 20)
+
+
+_GRAPHS = 8 * PREFILL_GRAPHS  # MiB that SGLang keeps for them
+
+
+def _reserved(memory: int, tp: int, chunk: int) -> float:
+    """MiB that SGLang keeps for itself, without graphs of prefills."""
+    _, _, few, many = _row(memory)
+    return 512 + 1.5 * max(chunk, 2048) + 1024 * tp / 8 + 2 * (few if tp < 4 else many)
 
 
 def estimate(load: cost.Load, device: Device, free: int, context: int) -> dict[str, Any]:
