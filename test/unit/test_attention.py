@@ -33,7 +33,7 @@ def backend():
     made = SparseKVAttnBackend.__new__(SparseKVAttnBackend)
     made.runtime = SimpleNamespace(policy=SimpleNamespace(poison=False))
     made.req_to_token_pool = SimpleNamespace(req_to_token=None)
-    made.prefill, made._begun, made._blank = Prefills(), False, False
+    made.prefill, made._begun, made._blank, made.serves = Prefills(), False, False, False
     return made
 
 
@@ -100,6 +100,9 @@ def test_a_graph_is_captured_around_the_attention_of_nobody(backend):
     assert torch.equal(out, torch.zeros(3, 32))
     attend(backend, torch.arange(3), graph=False)
     assert len(backend.prefill.begun) == 1 and backend.prefill.borrowed is False
+    backend.serves = True
+    with pytest.raises(RuntimeError, match="has not begun it"):
+        attend(backend, torch.arange(3), graph=True)
 
 
 def begun_arguments(loc):

@@ -156,6 +156,7 @@ def test_the_start_is_measured_once_graphs_are_captured(monkeypatch):
     rig.worker.init_cuda_graphs()
     ((runtime, theirs, ours),) = seen
     assert runtime is rig.runtime and theirs == {"target_verify": 0.4} and not any(ours.values())
+    assert rig.target.model_runner.attn_backend.serves, "a prefill of nobody is an error from here on"
 
 
 @pytest.mark.parametrize(("guide", "rows"), [("chain", 2), ("none", 1)])

@@ -33,6 +33,7 @@ class SparseKVAttnBackend(AttentionBackend):
         self.prefill = Prefill(self.runtime)
         self._begun = False  # a prefill whose forward is to come
         self._blank = False  # this prefill is nobody's: a CUDA graph is captured around its attention
+        self.serves = False  # all graphs are captured
         self.step: DecodeStep | None = None
 
     # ------------------------------------------------------------ once a forward
@@ -46,6 +47,8 @@ class SparseKVAttnBackend(AttentionBackend):
             self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
             self._blank = not self._begun and is_in_breakable_cuda_graph()
+            if self._blank and self.serves:
+                raise RuntimeError("a prefill is replayed by a CUDA graph and the DUALDECODER worker has not begun it")
             if not self._begun and not self._blank:
                 self.begin_prefill(
                     forward_batch.req_pool_indices,

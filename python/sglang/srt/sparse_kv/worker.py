@@ -101,6 +101,7 @@ class DualDecodeWorker(BaseSpecWorker):
             self._begin_guess, self._end_guess = guide.compiled_steps()
             policy = self.runtime.policy
             guide.warm_up(self.guides[policy.guide], self.runtime.gate, policy.prefetch_floor)
+        self._runner.attn_backend.serves = True
         sizing.note_start(self.runtime, self._target_worker.graph_memory_usage, self.graph_memory_usage)
 
     def clear_cache_pool(self) -> None:
