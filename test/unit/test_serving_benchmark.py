@@ -260,6 +260,12 @@ def test_the_memory_cap_becomes_a_fraction(monkeypatch):
     assert "--sparse-kv" not in options.command(chosen, "dense")
 
 
+def test_plain_sglang_starts_as_it_is_fastest():
+    chosen = options.parse(["--model", "m", "--output", "x", "--host-memory", "48GB"])
+    eager = {name for name in options.VARIANTS if "--disable-prefill-cuda-graph" in options.command(chosen, name)}
+    assert eager == {"dense", "hicache"}
+
+
 PROGRAM = """
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
