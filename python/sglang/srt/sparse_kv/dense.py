@@ -15,6 +15,7 @@ from sglang.srt.sparse_kv.geometry import Geometry
 GIB = 1 << 30
 LARGEST_CHUNK = 16384
 PREFILL_GRAPHS = 38  # sizes of prefills that are captured with sparse KV, up to 1024 tokens
+GRAPHS_MIB = 8 * PREFILL_GRAPHS  # that SGLang keeps for them
 CAPTURED_FROM = 4 * GIB  # free memory below which SGLang captures none of them
 CONTEXT_BYTES = 700 * 10**6  # what a process holds of an H200 before it allocates anything
 
@@ -46,7 +47,7 @@ def chunk(load: cost.Load, device: Device, memory: int) -> int:
 def static_share(memory: int, tp: int, chunk: int) -> float:
     """mem_fraction_static of a server with sparse KV where nobody chose."""
     mib = memory / (1 << 20)
-    reserved = _reserved(memory, tp, chunk) + (_GRAPHS if captures_prefills(memory, tp, chunk) else 0)
+    reserved = _reserved(memory, tp, chunk) + (GRAPHS_MIB if captures_prefills(memory, tp, chunk) else 0)
     if mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((mib - reserved) / mib, 3)
@@ -56,10 +57,7 @@ def captures_prefills(memory: int, tp: int, chunk: int) -> bool:
     """Whether SGLang keeps so much for itself that it captures prefills. It keeps room for their graphs even where it
     then does not, and small GPUs have better use for that.
     """
-    return _reserved(memory, tp, chunk) + _GRAPHS >= CAPTURED_FROM / (1 << 20)
-
-
-_GRAPHS = 8 * PREFILL_GRAPHS  # MiB that SGLang keeps for them
+    return _reserved(memory, tp, chunk) + GRAPHS_MIB >= CAPTURED_FROM / (1 << 20)
 
 
 def _reserved(memory: int, tp: int, chunk: int) -> float:

@@ -16,7 +16,7 @@ from sglang.srt.sparse_kv.config import MODE, SparseKVConfig
 ATTENTION_BACKEND = MODE
 ALGORITHM = MODE.upper()
 # Ways to capture prefills that leave attention out of the graph; None: SGLang's choice, the first where it can.
-PREFILL_GRAPHS = (None, "breakable", "disabled")
+PREFILL_BACKENDS = (None, "breakable", "disabled")
 
 # Dense decoders whose attention is plain GQA in every layer; their code passes keys and values to the attention
 # backend and writes them nowhere by itself.
@@ -56,7 +56,7 @@ def _one(value: int) -> bool:
 def _breaks(graphs: Any) -> bool:
     """graphs: SGLang's, as the dictionary that was given or with all that follows from it."""
     given = graphs if isinstance(graphs, dict) or graphs is None else graphs.to_dict()
-    return ((given or {}).get("prefill") or {}).get("backend") in PREFILL_GRAPHS
+    return ((given or {}).get("prefill") or {}).get("backend") in PREFILL_BACKENDS
 
 
 _NO_KV_ON_GPU = "it moves keys and values that it expects in GPU memory, and they live on the host"
@@ -113,7 +113,10 @@ REFUSALS = (
         "enable_torch_compile", "the compiler would reorder page fetches and the attention that waits for them", DROP
     ),
     Refusal(
-        "cuda_graph_backend_prefill", _WHOLE_PREFILL, "use breakable or disabled", lambda value: value in PREFILL_GRAPHS
+        "cuda_graph_backend_prefill",
+        _WHOLE_PREFILL,
+        "use breakable or disabled",
+        lambda value: value in PREFILL_BACKENDS,
     ),
     Refusal("cuda_graph_config", _WHOLE_PREFILL, "make prefill breakable or disabled", _breaks),
     Refusal("enable_return_hidden_states", "those of the guessed row would be returned as well", DROP),
