@@ -27,8 +27,9 @@ KEYWORDS = ("sparse_kv", "sparse_kv_budget", "sparse_kv_host_memory", "sparse_kv
 # Keys of --sparse-kv-config: what has no flag of its own.
 SETTINGS = [f.name for f in dataclasses.fields(SparseKVConfig) if f"sparse_kv_{f.name}" not in KEYWORDS]
 
-# Tokens of a prefill up to which CUDA graphs hold what lies between its layers' attention: with more, the GPU takes
-# longer for them than the host for its orders. SGLang's own choice, a chunk, would only make the start longer.
+# Tokens of a prefill up to which CUDA graphs hold what lies between its layers' attention. By reckoning, not measured:
+# from about so many on an H200 takes as long for the products of an 8B model as a host for its orders, and graphs of
+# whole chunks, SGLang's own choice, would save nothing.
 GRAPH_TOKENS = 1024
 
 # Carries the flags from the parsed namespace to the constructor, between which SGLang passes only its own fields.
